@@ -1,0 +1,226 @@
+"""The six nouns. Only ``Order``, ``Reply`` and ``State`` cross between server and clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+#: Flat name → tensor. Expert ``m`` of module ``p`` is ``experts/<m>/<p>.lora_A`` (rank, in) and
+#: ``experts/<m>/<p>.lora_B`` (out, rank); router parameters are ``router/<name>``.
+Tensors = dict[str, torch.Tensor]
+
+#: Anything JSON can hold.
+Plain = Any
+
+
+def component(name: str) -> str:
+    """Return the aggregation unit of a tensor name: ``experts/3/x.lora_A`` → ``experts/3``; ``router/w`` → ``router``."""
+    parts = name.split("/")
+    return "/".join(parts[:2]) if parts[0] == "experts" else parts[0]
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What to graft onto the frozen backbone, declaratively.
+
+    Attributes:
+        targets: suffixes of the linear modules that get a mixture of LoRA experts (``q_proj``, ``v_proj``).
+        rank: rank of each expert.
+        alpha: LoRA alpha; the path is scaled by ``alpha / rank``.
+        dropout: dropout probability on the LoRA path, before A.
+        experts: number of experts M. One expert is plain LoRA.
+        router_hidden: width of the router's hidden layer; 0 means no router.
+        routers: how many routers the method keeps in all (client-cluster methods keep one each).
+    """
+
+    targets: tuple[str, ...]
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.05
+    experts: int = 1
+    router_hidden: int = 0
+    routers: int = 1
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def to_plain(self) -> dict[str, Plain]:
+        return {**asdict(self), "targets": list(self.targets)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Plain]) -> AdapterSpec:
+        return cls(**{**plain, "targets": tuple(plain["targets"])})
+
+
+@dataclass(frozen=True)
+class Training:
+    """Local optimisation, as the server orders it.
+
+    Attributes:
+        steps: local optimiser steps per round, in all.
+        batch_size: examples per step.
+        lr: AdamW learning rate of the experts.
+        router_lr: AdamW learning rate of the router.
+        weight_decay: AdamW decoupled weight decay.
+        clip: global gradient-norm limit; 0 switches it off.
+        optimizer_state: ``reset`` (new moments every round) or ``keep`` (in the client's memory).
+    """
+
+    steps: int = 10
+    batch_size: int = 8
+    lr: float = 1e-4
+    router_lr: float = 5e-5
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    optimizer_state: str = "reset"
+
+
+@dataclass(frozen=True)
+class View:
+    """What one client (or, for ``client=None``, evaluation and export) gets to see of the server's state."""
+
+    tensors: Tensors
+    spec: AdapterSpec
+    values: dict[str, Plain] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Server → client."""
+
+    kind: str  # "probe" or "fit"
+    client: str
+    round: int
+    tensors: Tensors
+    spec: AdapterSpec
+    training: Training
+    values: dict[str, Plain] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Client → server. ``send`` (with the plain numbers in ``counts`` and ``metrics``) leaves the client; ``keep`` never does.
+
+    Attributes:
+        send: tensors for the server.
+        counts: examples behind each component of ``send`` (``experts/0``, ``router``), and ``examples`` in all.
+        metrics: numbers for the log (``loss``, ``steps``, ``tokens``).
+        values: plain values that the server rule needs (bucket sizes), never text of the client.
+        keep: tensors for the client's own memory.
+        keep_values: plain values for the client's own memory.
+    """
+
+    client: str
+    send: Tensors
+    counts: dict[str, int]
+    metrics: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Plain] = field(default_factory=dict)
+    keep: Tensors = field(default_factory=dict)
+    keep_values: dict[str, Plain] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class State:
+    """The server's whole state: tensors and plain values, nothing else, so that a checkpoint misses nothing."""
+
+    round: int
+    tensors: Tensors
+    spec: AdapterSpec
+    values: dict[str, Plain] = field(default_factory=dict)
+
+
+class Replies(Protocol):
+    """Replies of one round in client order. May be read from disk one by one, and be iterated more than once."""
+
+    def __iter__(self) -> Iterator[Reply]: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method may know when it makes its initial state.
+
+    Attributes:
+        seed: the run's seed.
+        shapes: module path → (out, in) of every targeted linear module, in model order.
+        hidden_size: width of the router's input features.
+        targets: suffixes that matched.
+        clients: names of all clients, sorted.
+        training: the run's local optimisation.
+    """
+
+    seed: int
+    shapes: dict[str, tuple[int, int]]
+    hidden_size: int
+    targets: tuple[str, ...]
+    clients: tuple[str, ...]
+    training: Training
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What local training did. ``losses`` has one entry per step; ``tokens`` counts supervised tokens."""
+
+    losses: list[float]
+    steps: int
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
+
+
+class Memory(Protocol):
+    """A client's own memory from earlier rounds, read-only: write by returning ``Reply.keep``."""
+
+    tensors: Tensors
+    values: dict[str, Plain]
+
+
+class Client(Protocol):
+    """What a method's client side may use: load, fit, read, memory, data."""
+
+    name: str
+    size: int  # usable examples
+    memory: Memory
+
+    def features(self) -> torch.Tensor:
+        """Return the frozen backbone's masked mean of the last hidden layer over each prompt, (n, hidden), float32."""
+        ...
+
+    def load(self, tensors: Tensors, spec: AdapterSpec) -> None:
+        """Graft ``tensors``; a missing, unknown or misshapen key is an AdapterError."""
+        ...
+
+    def fit(
+        self,
+        pools: Sequence[Sequence[int]],
+        training: Training,
+        *,
+        purpose: str = "fit",
+        trainable: Callable[[str], bool] | None = None,
+        on_gradients: Callable[[Tensors, Tensors], None] | None = None,
+    ) -> FitReport:
+        """Take one optimiser step per pool, each on a mini-batch drawn from that pool of example indices.
+
+        Args:
+            pools: example indices to draw from, one pool per step.
+            training: rates, batch size, clipping.
+            purpose: names the random stream, so that warm-up and rounds draw independently.
+            trainable: which tensor names are trained; default all.
+            on_gradients: called with (values, gradients) by name before clipping; may change gradients in place.
+        """
+        ...
+
+    def read(self) -> Tensors:
+        """Return a copy of the grafted tensors by name."""
+        ...
+
+    def seed(self, purpose: str) -> int:
+        """Return an integer seed derived from (run seed, purpose, client, round)."""
+        ...
