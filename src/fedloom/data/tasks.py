@@ -1,0 +1,353 @@
+"""The tasks: how a row becomes a prompt and a target, and how an answer is scored."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.data.sources import Example, as_text, conversation, field, load_hub, located, read_rows, text_field
+from fedloom.errors import ConfigError, DataError, nearest
+
+LETTERS = "ABCDE"
+
+
+class Parts(NamedTuple):
+    """What a row says: the prompt, the answer to learn, and (where there are several) all accepted answers."""
+
+    prompt: str
+    response: str
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes:
+        name: its key in ``TASKS`` and the name of its folder.
+        description: one line for people.
+        example: row → prompt, target, references.
+        metric: key of ``METRICS``.
+        max_new_tokens: greedy decoding budget (64/192/4/4: FedWeave, section 4.1).
+        hub: (dataset, config, {our split: hub split}); None where no hub dataset has these fields.
+    """
+
+    name: str
+    description: str
+    example: Callable[[Mapping[str, Any]], Parts]
+    metric: str
+    max_new_tokens: int
+    hub: tuple[str, str | None, dict[str, str]] | None
+
+
+# --- rows → parts -----------------------------------------------------------------------------------------------------
+
+
+def _gsm8k(row: Mapping[str, Any]) -> Parts:
+    # The target is the whole worked answer with its "#### N". The calculator marks <<48/2=24>> are left out: they are
+    # meant for a tool, and repeat what the text says.
+    answer = re.sub(r"<<[^<>]*>>", "", text_field(row, "answer")).strip()
+    question = text_field(row, "question").strip()
+    return Parts(
+        "Solve this maths problem step by step. End with a line that holds #### and the final number.\n\n" + question,
+        answer,
+    )
+
+
+SENTIMENTS = ("negative", "neutral", "positive")
+TOPICS = ("world", "sports", "business", "science")  # one word each; AG News calls the last one Sci/Tech
+
+
+def _label(row: Mapping[str, Any], words: Sequence[str]) -> str:
+    label = field(row, "label")
+    if not isinstance(label, int) or not 0 <= label < len(words):
+        raise DataError(f"field 'label' is {label!r}. Use 0 to {len(words) - 1} ({', '.join(words)}).")
+    return words[label]
+
+
+def _sentiment(row: Mapping[str, Any]) -> Parts:
+    return Parts(
+        "Is the sentiment of this message negative, neutral or positive? Answer with one word.\n\n"
+        + text_field(row, "text").strip(),
+        _label(row, SENTIMENTS),
+    )
+
+
+def _ag_news(row: Mapping[str, Any]) -> Parts:
+    return Parts(
+        "Is this news item about world, sports, business or science? Answer with one word.\n\n"
+        + text_field(row, "text").strip(),
+        _label(row, TOPICS),
+    )
+
+
+def _choices(intro: str, question: str, choices: Sequence[Any], answer: int) -> Parts:
+    if not 2 <= len(choices) <= len(LETTERS):
+        raise DataError(f"field 'choices' has {len(choices)} choices. Give 2 to {len(LETTERS)}.")
+    lines = [f"{LETTERS[i]}. {as_text(choice, f'choices[{i}]').strip()}" for i, choice in enumerate(choices)]
+    prompt = f"{intro} Answer with the letter of the right choice.\n\n{question.strip()}\n" + "\n".join(lines)
+    return Parts(prompt, LETTERS[answer])
+
+
+def _arc(row: Mapping[str, Any]) -> Parts:
+    choices = field(row, "choices")
+    texts, labels = field(choices, "text"), field(choices, "label")
+    key = text_field(row, "answerKey")
+    if key not in labels or len(texts) != len(labels):
+        raise DataError(f"field 'answerKey' is {key!r}, but the choices are {labels!r}. Name one of them.")
+    # Labels are A-E or 1-5: the position gives the letter either way.
+    return _choices("Answer this science question.", text_field(row, "question"), texts, list(labels).index(key))
+
+
+def _mmlu(row: Mapping[str, Any]) -> Parts:
+    choices, answer = field(row, "choices"), field(row, "answer")
+    if not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise DataError(f"field 'answer' is {answer!r}. Use the index of the right choice, from 0.")
+    subject = text_field(row, "subject").replace("_", " ")
+    return _choices(f"Answer this question about {subject}.", text_field(row, "question"), choices, answer)
+
+
+EDITS = {
+    "gec": "Correct the mistakes in this sentence so that it reads fluently.",
+    "simplification": "Rewrite this sentence in simpler words. Keep its meaning.",
+}
+
+
+def _text_edit(row: Mapping[str, Any]) -> Parts:
+    edit = text_field(row, "task")
+    if edit not in EDITS:
+        raise DataError(f"field 'task' is {edit!r}.{nearest(edit, EDITS)}")
+    targets = field(row, "targets")
+    if not isinstance(targets, list) or not targets:
+        raise DataError("field 'targets' must be a list with at least one text.")
+    references = tuple(as_text(target, f"targets[{i}]").strip() for i, target in enumerate(targets))
+    return Parts(f"{EDITS[edit]}\n\n{text_field(row, 'source').strip()}", references[0], references)
+
+
+def _coedit(row: Mapping[str, Any]) -> Parts:
+    # CoEdIT's source already begins with its instruction ("Fix grammar: …").
+    return Parts(text_field(row, "src").strip(), text_field(row, "tgt").strip())
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+# A metric takes one prediction and its accepted answers and gives a score in [0, 1].
+
+_NUMBER = re.compile(r"((?<![\w)])-)?\$?(-?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the number after the first ``####``, or, without that mark, the last number of the text.
+
+    Thousands commas, a dollar sign and a closing period are passed over. A minus counts unless it stands after a word,
+    a number or a bracket (``5-3`` ends in 3). The first mark, as in the scorer of the GSM8K authors: a model that does
+    not stop may go on to another problem.
+    """
+    text = text.replace("\u2212", "-")
+    _, mark, after = text.partition("####")
+    found = list(_NUMBER.finditer(after if mark else text))
+    if not found:
+        return None
+    outer, inner, digits = found[0 if mark else -1].groups()
+    value = Decimal(digits.replace(",", ""))
+    return -value if outer or inner else value
+
+
+def choice_letter(text: str) -> str | None:
+    """Return the first capital A to E that stands alone as a word: ``(B)``, ``B.``, ``The answer is B`` give B."""
+    found = re.search(rf"\b([{LETTERS}])\b", text)
+    return found.group(1) if found else None
+
+
+def first_word(text: str) -> str:
+    """Return the first run of letters in lower case: ``" Positive."`` and ``"**positive**"`` give ``positive``."""
+    found = re.search(r"[^\W\d_]+", text)
+    return found.group().casefold() if found else ""
+
+
+def number_match(prediction: str, references: Sequence[str]) -> float:
+    """Return 1 if the final numbers are equal as numbers (18 = 18.0)."""
+    number = final_number(prediction)
+    return float(number is not None and any(number == final_number(r) for r in references))
+
+
+def letter_match(prediction: str, references: Sequence[str]) -> float:
+    """Return 1 if the chosen letter is right."""
+    letter = choice_letter(prediction)
+    return float(letter is not None and any(letter == choice_letter(r) for r in references))
+
+
+def word_match(prediction: str, references: Sequence[str]) -> float:
+    """Return 1 if the first word is right."""
+    word = first_word(prediction)
+    return float(bool(word) and any(word == first_word(r) for r in references))
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> float:
+    """Return 1 if the texts are equal up to white space and case."""
+    normal = [" ".join(text.split()).casefold() for text in (prediction, *references)]
+    return float(normal[0] in normal[1:])
+
+
+@functools.cache
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # imported here: it pulls in nltk
+
+    return RougeScorer(["rouge1", "rouge2", "rougeLsum"], use_stemmer=False)
+
+
+def _sentences_on_lines(text: str) -> str:
+    return re.sub(r"(?<=[.!?])\s+", "\n", text.strip())
+
+
+def rouge_mean(prediction: str, references: Sequence[str]) -> float:
+    """Return the mean of ROUGE-1, ROUGE-2 and ROUGE-Lsum F1, each against its best reference, without stemming.
+
+    ROUGE-Lsum wants one sentence a line; texts are broken after ``.``, ``!`` or ``?`` before white space. The library's
+    tokenizer knows a-z and 0-9 only, so other scripts score 0.
+    """
+    texts = [_sentences_on_lines(text) for text in references]
+    scores = _rouge_scorer().score_multi(texts, _sentences_on_lines(prediction))
+    return float(sum(score.fmeasure for score in scores.values()) / len(scores))
+
+
+Metric = Callable[[str, Sequence[str]], float]
+
+METRICS: dict[str, Metric] = {
+    "number": number_match,
+    "letter": letter_match,
+    "word": word_match,
+    "exact": exact_match,
+    "rouge": rouge_mean,
+}
+
+
+def score(metric: Metric, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Return the mean of ``metric`` over predictions and the accepted answers of each, in [0, 1]."""
+    if not predictions or len(predictions) != len(references):
+        raise DataError(
+            f"{len(predictions)} predictions for {len(references)} references. Give as many of each, and at least one."
+        )
+    return sum(map(metric, predictions, references)) / len(predictions)
+
+
+def score_each(task: Task, prediction: str, example: Example) -> float:
+    """Return the score of one prediction, in [0, 1]; the mean over examples is the task's score."""
+    return METRICS[task.metric](prediction, example.references or (example.response,))
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+def _same(*splits: str) -> dict[str, str]:
+    return {split: split for split in splits}
+
+
+TASKS: dict[str, Task] = {
+    "gsm8k": Task(
+        name="gsm8k",
+        description="Grade-school word problems, worked in full; exact final number",
+        example=_gsm8k,
+        metric="number",
+        max_new_tokens=192,
+        hub=("openai/gsm8k", "main", _same("train", "test")),
+    ),
+    "tweet_eval_sentiment": Task(
+        name="tweet_eval_sentiment",
+        description="Sentiment of a short message: negative, neutral or positive; accuracy",
+        example=_sentiment,
+        metric="word",
+        max_new_tokens=4,
+        hub=("cardiffnlp/tweet_eval", "sentiment", _same("train", "validation", "test")),
+    ),
+    "arc_challenge": Task(
+        name="arc_challenge",
+        description="Hard science questions with 3 to 5 choices; exact letter",
+        example=_arc,
+        metric="letter",
+        max_new_tokens=4,
+        hub=("allenai/ai2_arc", "ARC-Challenge", _same("train", "validation", "test")),
+    ),
+    "text_edit": Task(
+        name="text_edit",
+        description="Correction (JFLEG) and simplification (ASSET) of sentences; mean ROUGE, best reference",
+        example=_text_edit,
+        metric="rouge",
+        max_new_tokens=64,
+        hub=None,
+    ),
+    "coedit": Task(
+        name="coedit",
+        description="Text editing by instruction (CoEdIT); mean ROUGE",
+        example=_coedit,
+        metric="rouge",
+        max_new_tokens=64,
+        hub=("grammarly/coedit", None, _same("train", "validation")),
+    ),
+    "ag_news": Task(
+        name="ag_news",
+        description="Topic of a news item: world, sports, business or science; accuracy",
+        example=_ag_news,
+        metric="word",
+        max_new_tokens=4,
+        hub=("fancyzhx/ag_news", None, _same("train", "test")),
+    ),
+    "mmlu": Task(
+        name="mmlu",
+        description="Questions from 57 subjects with 4 choices; exact letter",
+        example=_mmlu,
+        metric="letter",
+        max_new_tokens=4,
+        hub=("cais/mmlu", "all", _same("dev", "validation", "test")),
+    ),
+}
+
+
+def get_task(name: str) -> Task:
+    """Return a task by name; an unknown one is a ConfigError that names the nearest."""
+    if name not in TASKS:
+        raise ConfigError(f"unknown task {name!r}.{nearest(name, TASKS)}")
+    return TASKS[name]
+
+
+def task_splits(name: str, root: str | Path | None = None) -> list[str]:
+    """Return the splits of a task, sorted: the files in ``root/<name>``, or what the hub dataset has."""
+    task = get_task(name)
+    if root is None:
+        return sorted(_hub(task)[2])
+    splits = sorted(path.stem for path in (Path(root) / name).glob("*.jsonl"))
+    if not splits:
+        raise DataError(f"{Path(root) / name}: no .jsonl file for task '{name}'. Check the data folder.")
+    return splits
+
+
+def load_task(name: str, split: str, root: str | Path | None = None) -> list[Example]:
+    """Return all examples of a split, in row order, from ``root/<name>/<split>.jsonl`` or else from the hub."""
+    task = get_task(name)
+    splits = task_splits(name, root)
+    if split not in splits:
+        raise DataError(f"task '{name}' has no split '{split}'.{nearest(split, splits)}")
+    if root is None:
+        source, config, hub_splits = _hub(task)
+        place, rows = source, list(enumerate(load_hub(source, config, hub_splits[split]), start=1))
+    else:
+        path = Path(root) / name / f"{split}.jsonl"
+        source, place, rows = f"{name}/{split}.jsonl", str(path), list(read_rows(path))
+    examples = []
+    for index, (number, row) in enumerate(rows):
+        with located(place, number):
+            prompt, response, references = task.example(row)
+        examples.append(Example(conversation(prompt, response), name, references, source, split, index))
+    return examples
+
+
+def _hub(task: Task) -> tuple[str, str | None, dict[str, str]]:
+    if task.hub is None:
+        raise DataError(
+            f"task '{task.name}' is not on the hub in these fields. Give a data folder with {task.name}/<split>.jsonl."
+        )
+    return task.hub
