@@ -1,0 +1,224 @@
+"""Prototype discovery: buckets inside a client, and their alignment across clients (FedWeave Stage 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.cluster import AgglomerativeClustering, KMeans, SpectralClustering
+from sklearn.metrics import silhouette_score
+from sklearn.mixture import GaussianMixture
+
+from fedloom.errors import AdapterError, ConfigError, FedloomError, nearest
+from fedloom.numerics.seeding import derive_seed
+from fedloom.numerics.tree import assert_same_keys
+
+Array = np.ndarray[Any, Any]
+
+CLUSTERERS = ("kmeans", "spectral", "agglomerative", "gaussian_mixture")
+LINKAGES = ("average", "complete", "single")
+
+#: Embeddings of one and the same text differ by this much (relative) when batches are padded differently.
+_SAME_ROWS = 1e-5
+#: A larger count must beat a smaller one by more than rounding.
+_BETTER = 1e-9
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A client's buckets.
+
+    Attributes:
+        labels: bucket of each example, (n,) int64, numbered by first appearance.
+        count: number of buckets C.
+        silhouette: mean silhouette of the chosen partition; None for a single bucket.
+        scores: candidate C → mean silhouette, of every candidate tried.
+    """
+
+    labels: Array
+    count: int
+    silhouette: float | None = None
+    scores: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Buckets of all clients matched to global experts.
+
+    Attributes:
+        labels: expert of each signature, (P,) int64, numbered by first appearance.
+        count: number of experts M*.
+        silhouette: mean silhouette of the chosen partition; None for a single expert.
+        scores: candidate M → mean silhouette, of every candidate tried.
+    """
+
+    labels: Array
+    count: int
+    silhouette: float | None = None
+    scores: dict[int, float] = field(default_factory=dict)
+
+
+def bucketize(
+    embeddings: torch.Tensor | Array,
+    *,
+    clusterer: str = "kmeans",
+    max_buckets: int = 8,
+    restarts: int = 10,
+    seed: int = 0,
+) -> Buckets:
+    """Partition a client's examples into buckets, C ∈ {2..min(max_buckets, n−1)} by highest mean Euclidean silhouette.
+
+    The smallest C wins ties. One bucket if n is too small for any candidate or all rows are the same; none if n = 0.
+    A candidate with more clusters than distinct rows, or of which the clusterer leaves a cluster empty, is left out.
+
+    The paper names the clusterers (Table 3) but not their settings. Ours do not depend on the scale of the embeddings:
+    spectral uses an RBF kernel with γ = 1 / total variance; agglomerative is Ward; gaussian_mixture has diagonal
+    covariances (full ones cannot be estimated with n < d) regularised by 1e-3 of the mean variance.
+
+    Args:
+        embeddings: (n, d), ℓ2-normalised by the caller if it wants cosine geometry.
+        clusterer: ``kmeans``, ``spectral``, ``agglomerative`` or ``gaussian_mixture``.
+        max_buckets: largest C.
+        restarts: initialisations of k-means and of the mixture.
+        seed: names the random stream.
+    """
+    if clusterer not in CLUSTERERS:
+        raise ConfigError(f"Unknown clusterer {clusterer!r}.{nearest(clusterer, CLUSTERERS)}")
+    rows = _float64(embeddings)
+    if rows.ndim != 2:
+        raise FedloomError(f"Embeddings must be (examples, features); got shape {rows.shape}.")
+    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if bad.size:
+        raise FedloomError(
+            f"Embeddings of {bad.size} of {len(rows)} examples hold NaN or infinity; the first is row {bad[0]}."
+        )
+    if len(rows) == 0:
+        return Buckets(np.zeros(0, np.int64), 0)
+    if _all_same(rows):
+        return Buckets(np.zeros(len(rows), np.int64), 1)
+    distinct = len({row.tobytes() for row in rows + 0.0})  # + 0.0 turns −0.0 into 0.0
+    labels, silhouette, scores = _best_partition(
+        range(2, min(max_buckets, len(rows) - 1, distinct) + 1),
+        partition=lambda count: _cluster(rows, clusterer, count, restarts, seed),
+        score=lambda labels: silhouette_score(rows, labels, metric="euclidean"),
+        n=len(rows),
+    )
+    return Buckets(labels, int(labels.max()) + 1, silhouette, scores)
+
+
+def signature_distance(signatures: Sequence[Mapping[str, torch.Tensor]]) -> Array:
+    """Return d(u,v) = mean over B blocks of 1 − cos(s_u, s_v) (FedWeave eq. 1), (P, P) float64.
+
+    Symmetric, not negative, zero on the diagonal. A zero block has no direction: its cosine with any other is 0.
+
+    Args:
+        signatures: one per bucket: block name → LoRA B factor. Every block counts alike, whatever its size.
+    """
+    if not signatures or not signatures[0]:
+        raise FedloomError("Signatures are needed to align buckets, with at least one block each; got none.")
+    first = dict(signatures[0])
+    for signature in signatures[1:]:
+        assert_same_keys(first, dict(signature))
+    cosines = np.zeros((len(signatures), len(signatures)))
+    for name in first:
+        block = np.stack([_float64(signature[name]).ravel() for signature in signatures])
+        if not np.isfinite(block).all():
+            raise AdapterError(f"Block {name!r} of a signature holds NaN or infinity.")
+        lengths = np.linalg.norm(block, axis=1, keepdims=True)
+        unit = np.divide(block, lengths, out=np.zeros_like(block), where=lengths > 0)
+        cosines += unit @ unit.T
+    return _clean(1.0 - cosines / len(first))
+
+
+def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_experts: int = 8) -> Alignment:
+    """Group buckets of all clients into experts: agglomerative, M ∈ {2..min(max_experts, P−1)} by highest silhouette.
+
+    The smallest M wins ties. One expert if P is too small for any candidate or all distances are zero.
+
+    Args:
+        distance: (P, P), symmetric with a zero diagonal up to float32 rounding.
+        linkage: ``average`` (our default: the paper names none), ``complete`` or ``single``.
+        max_experts: largest M.
+    """
+    if linkage not in LINKAGES:
+        raise ConfigError(f"Unknown linkage {linkage!r} for a distance matrix.{nearest(linkage, LINKAGES)}")
+    raw = _float64(distance)
+    if raw.ndim != 2 or raw.shape[0] != raw.shape[1] or raw.shape[0] == 0:
+        raise FedloomError(f"Distances between P signatures must be (P, P), P ≥ 1; got shape {raw.shape}.")
+    if not np.isfinite(raw).all():
+        raise FedloomError("Distances between signatures hold NaN or infinity.")
+    tolerance = 1e-5 * max(1.0, float(np.abs(raw).max()))
+    if np.abs(raw - raw.T).max() > tolerance or np.abs(np.diag(raw)).max() > tolerance or raw.min() < -tolerance:
+        raise FedloomError("Distances between signatures must be symmetric and not negative, with a zero diagonal.")
+    clean = _clean(raw)
+    if clean.max() <= np.finfo(np.float64).eps * len(clean):
+        return Alignment(np.zeros(len(clean), np.int64), 1)
+    labels, silhouette, scores = _best_partition(
+        range(2, min(max_experts, len(clean) - 1) + 1),
+        partition=lambda count: AgglomerativeClustering(count, metric="precomputed", linkage=linkage).fit_predict(
+            clean
+        ),
+        score=lambda labels: silhouette_score(clean, labels, metric="precomputed"),
+        n=len(clean),
+    )
+    return Alignment(labels, int(labels.max()) + 1, silhouette, scores)
+
+
+def _best_partition(
+    candidates: range, *, partition: Callable[[int], Array], score: Callable[[Array], float], n: int
+) -> tuple[Array, float | None, dict[int, float]]:
+    """Return labels (n,), silhouette and all scores of the best candidate count, the smallest on ties."""
+    best, silhouette = np.zeros(n, np.int64), None
+    scores: dict[int, float] = {}
+    for count in candidates:
+        labels = _by_first_appearance(partition(count))
+        if labels.max() + 1 != count:
+            continue
+        scores[count] = float(score(labels))
+        if silhouette is None or scores[count] > silhouette + _BETTER:
+            best, silhouette = labels, scores[count]
+    return best, silhouette, scores
+
+
+def _cluster(rows: Array, clusterer: str, count: int, restarts: int, seed: int) -> Array:
+    state = derive_seed(seed, "bucketize", clusterer, count) % 2**32
+    variance = rows.var(axis=0)
+    match clusterer:
+        case "kmeans":
+            model = KMeans(count, n_init=restarts, random_state=state)
+        case "spectral":
+            model = SpectralClustering(count, gamma=1.0 / variance.sum(), n_init=restarts, random_state=state)
+        case "agglomerative":
+            model = AgglomerativeClustering(count, linkage="ward")
+        case _:
+            model = GaussianMixture(
+                count, covariance_type="diag", reg_covar=1e-3 * variance.mean(), n_init=restarts, random_state=state
+            )
+    return np.asarray(model.fit_predict(rows))
+
+
+def _by_first_appearance(labels: Array) -> Array:
+    """Renumber labels 0, 1, … in the order in which they first appear."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse].astype(np.int64)
+
+
+def _all_same(rows: Array) -> bool:
+    spread = np.linalg.norm(rows - rows.mean(axis=0), axis=1).max()
+    return bool(spread <= _SAME_ROWS * np.linalg.norm(rows, axis=1).max())
+
+
+def _clean(distance: Array) -> Array:
+    """Symmetrise, clip at 0 and zero the diagonal: scikit-learn refuses a diagonal that is only nearly 0."""
+    clean: Array = np.maximum((distance + distance.T) / 2, 0.0)
+    np.fill_diagonal(clean, 0.0)
+    return clean
+
+
+def _float64(values: torch.Tensor | Array) -> Array:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().to("cpu", torch.float64).numpy()
+    return np.asarray(values, dtype=np.float64)

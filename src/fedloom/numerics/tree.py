@@ -1,0 +1,62 @@
+"""Arithmetic on ``Tensors`` (flat name → tensor)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from fedloom.errors import AdapterError
+from fedloom.types import Tensors
+
+_SHOWN = 5
+
+
+def _names(names: set[str]) -> str:
+    listed = ", ".join(sorted(names)[:_SHOWN])
+    return listed + (f", … ({len(names)} in all)" if len(names) > _SHOWN else "")
+
+
+def assert_same_keys(a: Tensors, b: Tensors) -> None:
+    """Raise an AdapterError naming the tensors that only one side has, or whose shapes differ (no broadcasting)."""
+    if a.keys() != b.keys():
+        problems = []
+        if a.keys() - b.keys():
+            problems.append(f"missing from the second: {_names(a.keys() - b.keys())}")
+        if b.keys() - a.keys():
+            problems.append(f"missing from the first: {_names(b.keys() - a.keys())}")
+        raise AdapterError(f"Two sets of tensors must have the same names; {'; '.join(problems)}.")
+    for name, tensor in a.items():
+        if tensor.shape != b[name].shape:
+            raise AdapterError(f"Tensor {name!r} has two shapes: {tuple(tensor.shape)} and {tuple(b[name].shape)}.")
+
+
+def subtract(a: Tensors, b: Tensors) -> Tensors:
+    """Return ``a − b``, name by name."""
+    assert_same_keys(a, b)
+    return {name: tensor - b[name] for name, tensor in a.items()}
+
+
+def add(a: Tensors, b: Tensors) -> Tensors:
+    """Return ``a + b``, name by name."""
+    assert_same_keys(a, b)
+    return {name: tensor + b[name] for name, tensor in a.items()}
+
+
+def select(tensors: Tensors, which: str | Callable[[str], bool]) -> Tensors:
+    """Return the tensors under a path (``experts/1`` does not match ``experts/10/…``) or with a true predicate."""
+    if isinstance(which, str):
+        path = which.rstrip("/")
+        return {name: t for name, t in tensors.items() if name == path or name.startswith(path + "/")}
+    return {name: t for name, t in tensors.items() if which(name)}
+
+
+def norm(tensors: Tensors) -> float:
+    """Return the ℓ2 norm of all tensors as one vector, accumulated in float64 (not a sum of per-tensor norms)."""
+    return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors.values()))
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Return the bytes of the tensors' values as stored."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
