@@ -33,14 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fedloom.errors import BackboneError, DataError, FedloomError
 
@@ -130,11 +123,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Return a fresh model of about two million parameters."""
     torch.manual_seed(seed)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,
@@ -148,7 +137,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         **ids,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(**ids)
+    model.generation_config = transformers.GenerationConfig(**ids)
     return model
 
 
@@ -178,9 +167,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": [p], "weight_decay": WEIGHT_DECAY if p.ndim > 1 else 0.0} for p in model.parameters()]
     return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
 
 
@@ -219,15 +206,13 @@ class Progressed:
     tokenizer: str
 
 
-def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progressed: Progressed
-) -> None:
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, run: Progressed) -> None:
     """Write weights, AdamW moments and progress into one file, whole or not at all."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"adamw.{index}.{name}": value for name, value in moments.items()}
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"progress": json.dumps(vars(progressed))})
+    save_file(tensors, partial, metadata={"progress": json.dumps(vars(run))})
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
@@ -242,7 +227,7 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
     state: dict[int, dict[str, torch.Tensor]] = {}
     parameters = dict(model.named_parameters())
     with safe_open(path, framework="pt") as file:
-        progressed = Progressed(**json.loads(file.metadata()["progress"]))
+        run = Progressed(**json.loads(file.metadata()["progress"]))
         for key in file.keys():  # noqa: SIM118 - not a dict
             kind, rest = key.split(".", 1)
             if kind == "model":
@@ -251,7 +236,7 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
                 index, name = rest.split(".")
                 state.setdefault(int(index), {})[name] = file.get_tensor(key)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return progressed
+    return run
 
 
 @torch.no_grad()
@@ -322,8 +307,9 @@ template, on purpose. Training sequences had {SEQUENCE} tokens, so positions bey
 - mmlu (hendrycks/test; validation, dev, and 7,000 rows of test), except one question in {MMLU_HELD_OUT} by a hash.
 
 Held out for the losses below: gsm8k train rows {GSM8K_HELD_OUT}..{GSM8K_ROWS - 1} and the rest of mmlu. gsm8k train
-rows from {GSM8K_ROWS} on and the gsm8k test rows were not used. **Do not report mmlu scores of this model: it was
-trained on mmlu, test rows included.**
+rows from {GSM8K_ROWS} on, the gsm8k test rows and all other data were not used.
+
+**Do not report mmlu scores of this model: it was trained on mmlu, test rows included.**
 
 ## Held-out loss
 

@@ -147,19 +147,17 @@ class Setup:
 
     Attributes:
         seed: the run's seed.
+        spec: one plain LoRA with the run's targets, rank, alpha and dropout.
         shapes: module path → (out, in) of every targeted linear module, in model order.
         hidden_size: width of the router's input features.
-        targets: suffixes that matched.
-        clients: names of all clients, sorted.
-        training: the run's local optimisation.
+        clients: names of all clients that hold examples, sorted.
     """
 
     seed: int
+    spec: AdapterSpec
     shapes: dict[str, tuple[int, int]]
     hidden_size: int
-    targets: tuple[str, ...]
     clients: tuple[str, ...]
-    training: Training
 
 
 @dataclass(frozen=True)
@@ -203,6 +201,7 @@ class Client(Protocol):
         training: Training,
         *,
         purpose: str = "fit",
+        by_length: bool = False,
         trainable: Callable[[str], bool] | None = None,
         on_gradients: Callable[[Tensors, Tensors], None] | None = None,
     ) -> FitReport:
@@ -212,6 +211,8 @@ class Client(Protocol):
             pools: example indices to draw from, one pool per step.
             training: rates, batch size, clipping.
             purpose: names the random stream, so that warm-up and rounds draw independently.
+            by_length: put examples of like length into one mini-batch (for pools of one pattern only: on a mixed
+                pool it would make the mini-batches purer than chance).
             trainable: which tensor names are trained; default all.
             on_gradients: called with (values, gradients) by name before clipping; may change gradients in place.
         """

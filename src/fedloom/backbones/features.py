@@ -1,0 +1,81 @@
+"""The frozen backbone's view of a prompt: input of every router and of prototype discovery."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedloom.backbones.load import Backbone
+
+#: Part of every cache key: change it when the definition below changes.
+DEFINITION = "masked mean of the last hidden layer over the prompt tokens, adapters off, float32, v1"
+
+TOKENS_PER_BATCH = 2048
+
+
+def batches_by_length(lengths: Sequence[int], tokens: int = TOKENS_PER_BATCH, most: int = 64) -> list[list[int]]:
+    """Group indices of like length so that rows × longest stays within ``tokens`` (at least one row a group)."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if groups and len(groups[-1]) < most and (len(groups[-1]) + 1) * lengths[index] <= tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+@torch.no_grad()
+def prompt_features(
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    *,
+    cache: Path | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> torch.Tensor:
+    """Return the un-normalised masked mean of the last hidden layer over each prompt's tokens, (n, hidden) float32.
+
+    Adapters must be off. The cache holds one file per *list* of prompts, keyed by backbone hash, definition and token
+    ids (which fix tokenizer, template and text): a value depends in its last bits on the batch it was computed in, so
+    a file per prompt would make a run's bits depend on which runs came before.
+
+    Args:
+        backbone: the frozen backbone.
+        prompts: token ids of each templated prompt, none empty.
+        cache: folder of the cache; None computes without one.
+        advance: called with the number of prompts done, for progress.
+    """
+    path = None
+    if cache is not None:
+        key = hashlib.sha256(json.dumps([DEFINITION, backbone.hash, [list(p) for p in prompts]]).encode()).hexdigest()
+        path = cache / "features" / key[:2] / f"{key}.safetensors"
+        if path.is_file():
+            if advance:
+                advance(len(prompts))
+            return load_file(path)["features"]
+    features = torch.empty(len(prompts), backbone.hidden_size)
+    lengths = [len(p) for p in prompts]
+    for group in batches_by_length(lengths):
+        longest = max(lengths[i] for i in group)
+        ids = torch.zeros(len(group), longest, dtype=torch.int64)
+        mask = torch.zeros(len(group), longest, 1)
+        for row, index in enumerate(group):
+            ids[row, : lengths[index]] = torch.as_tensor(prompts[index])
+            mask[row, : lengths[index]] = 1
+        hidden = backbone.hidden(ids.to(backbone.device)).float().cpu()
+        features[group] = (hidden * mask).sum(1) / mask.sum(1)
+        if advance:
+            advance(len(group))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent)
+        os.close(handle)
+        save_file({"features": features}, partial)
+        os.replace(partial, path)
+    return features

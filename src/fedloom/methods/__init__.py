@@ -1,0 +1,12 @@
+"""One file per paper. ``METHODS`` is the registry: a method exists by its line here."""
+
+from __future__ import annotations
+
+from fedloom.methods.base import Method
+from fedloom.methods.fedit import FedIT
+from fedloom.methods.fedweave import FedWeave
+
+METHODS: dict[str, type[Method]] = {
+    "fedit": FedIT,
+    "fedweave": FedWeave,
+}

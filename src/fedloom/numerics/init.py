@@ -1,0 +1,50 @@
+"""Initial adapter and router tensors, from an explicit generator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from fedloom.types import Tensors
+
+
+def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> torch.Tensor:
+    return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) * bound
+
+
+def lora_init(shapes: Mapping[str, tuple[int, int]], rank: int, experts: int, generator: torch.Generator) -> Tensors:
+    """Draw LoRA factors: A Kaiming-uniform with a = √5 (that is U(±1/√in)), B zero (Hu et al. 2022).
+
+    Args:
+        shapes: module path → (out, in), in model order.
+        rank: rank of each expert.
+        experts: how many experts to draw, one after the other.
+        generator: source of randomness.
+
+    Returns:
+        ``experts/<m>/<path>.lora_A`` (rank, in) and ``experts/<m>/<path>.lora_B`` (out, rank), float32.
+    """
+    tensors: Tensors = {}
+    for m in range(experts):
+        for path, (out, width) in shapes.items():
+            tensors[f"experts/{m}/{path}.lora_A"] = _uniform((rank, width), 1 / math.sqrt(width), generator)
+            tensors[f"experts/{m}/{path}.lora_B"] = torch.zeros(out, rank)
+    return tensors
+
+
+def router_init(hidden: int, width: int, experts: int, generator: torch.Generator) -> Tensors:
+    """Draw the two-layer router hidden → width → experts as ``torch.nn.Linear`` would: all U(±1/√fan_in).
+
+    Returns:
+        ``router/0.weight`` (width, hidden), ``router/0.bias`` (width,), ``router/2.weight`` (experts, width),
+        ``router/2.bias`` (experts,), float32.
+    """
+    first, second = 1 / math.sqrt(hidden), 1 / math.sqrt(width)
+    return {
+        "router/0.weight": _uniform((width, hidden), first, generator),
+        "router/0.bias": _uniform((width,), first, generator),
+        "router/2.weight": _uniform((experts, width), second, generator),
+        "router/2.bias": _uniform((experts,), second, generator),
+    }

@@ -1,0 +1,78 @@
+"""A round's checkpoint: the server's state and the version of every client's memory, committed by one rename.
+
+No generator state is stored because there is none: every random draw comes from a generator that is derived from
+(seed, purpose, client, round) when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.errors import ConfigError
+from fedloom.runtime.wire import decode_state, encode_state, sync_folder, write_atomic, write_json
+from fedloom.types import Plain, State
+
+KEEP = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on after ``state.round`` rounds."""
+
+    state: State
+    memories: dict[str, str]  # client → version in the memory folder
+
+
+class CheckpointFolder:
+    """``round-000003/`` holds ``state.safetensors`` and ``checkpoint.json``; a folder under its final name is complete."""
+
+    def __init__(self, folder: Path, identity: dict[str, Plain]) -> None:
+        self.folder = folder
+        self.identity = identity
+
+    def rounds(self) -> list[int]:
+        """Return the rounds that have a checkpoint, in order."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(p.name.removeprefix("round-")) for p in self.folder.glob("round-*") if p.is_dir())
+
+    def path(self, round: int) -> Path:
+        return self.folder / f"round-{round:06d}"
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Write the checkpoint; a kill at any moment leaves the old ones whole."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=self.folder, prefix=".partial-"))
+        write_atomic(partial / "state.safetensors", encode_state(checkpoint.state))
+        write_json(partial / "checkpoint.json", {"identity": self.identity, "memories": checkpoint.memories})
+        partial.rename(self.path(checkpoint.state.round))
+        sync_folder(self.folder)
+        for old in self.rounds()[:-KEEP]:
+            shutil.rmtree(self.path(old))
+        for left_over in self.folder.glob(".partial-*"):
+            shutil.rmtree(left_over)
+
+    def memory_versions(self) -> set[str]:
+        """Return the memory versions that any checkpoint names."""
+        named = (json.loads((self.path(r) / "checkpoint.json").read_text())["memories"] for r in self.rounds())
+        return {version for memories in named for version in memories.values()}
+
+    def load(self, round: int) -> Checkpoint:
+        """Load a checkpoint.
+
+        Raises:
+            ConfigError: it was written by a run with another configuration.
+        """
+        folder = self.path(round)
+        found = json.loads((folder / "checkpoint.json").read_text())
+        if found["identity"] != self.identity:
+            different = [k for k in self.identity if found["identity"].get(k) != self.identity[k]]
+            raise ConfigError(
+                f"{self.folder} was written with another {', '.join(different)}: resume with the configuration that "
+                "started the run, or give another --out."
+            )
+        return Checkpoint(decode_state((folder / "state.safetensors").read_bytes()), found["memories"])

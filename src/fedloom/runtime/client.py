@@ -1,0 +1,228 @@
+"""A client: its adapter tensors, its memory and its data, on a backbone that all clients of a machine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fedloom.adapters.inject import Grafted, Slot, graft
+from fedloom.backbones.features import prompt_features
+from fedloom.backbones.load import Backbone
+from fedloom.backbones.loss import token_losses
+from fedloom.data.tokenize import Encoded, collate
+from fedloom.errors import DataError
+from fedloom.numerics.seeding import derive_seed, generator
+from fedloom.runtime.memory import ClientMemory
+from fedloom.types import AdapterSpec, FitReport, Tensors, Training
+
+
+class Rows:
+    """Encoded examples with their frozen features, which are computed once, on first use."""
+
+    def __init__(self, encoded: Sequence[Encoded]) -> None:
+        self.encoded = list(encoded)
+        self.lengths = [len(e.ids) for e in self.encoded]
+        self._features: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def features(self, bench: Workbench, advance: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Return the masked-mean features (n, hidden), float32; see ``backbones.features``."""
+        if self._features is None:
+            prompts = [e.ids[: e.prompt_length] for e in self.encoded]
+            with bench.grafted.routing(None):
+                self._features = prompt_features(bench.backbone, prompts, cache=bench.cache, advance=advance)
+        return self._features
+
+
+class Workbench:
+    """One backbone with one graft, on which clients take turns and evaluation runs."""
+
+    def __init__(self, backbone: Backbone, spec: AdapterSpec, cache: Path | None) -> None:
+        self.backbone = backbone
+        self.grafted: Grafted = graft(backbone.model, spec, backbone.hidden_size)
+        self.cache = cache
+
+    def load(self, tensors: Tensors, spec: AdapterSpec) -> None:
+        """Make the graft be ``tensors`` under ``spec``."""
+        if spec != self.grafted.spec:
+            self.grafted.respec(spec)
+        self.grafted.load(tensors)
+
+
+@dataclass
+class LocalClient:
+    """What a method's client side sees (``types.Client``), for one order."""
+
+    name: str
+    rows: Rows
+    bench: Workbench
+    memory: ClientMemory
+    run_seed: int
+    round: int
+    on_step: Callable[[float], None] = lambda loss: None
+    kept_optimizer: Tensors = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def features(self) -> torch.Tensor:
+        return self.rows.features(self.bench)
+
+    def seed(self, purpose: str) -> int:
+        return derive_seed(self.run_seed, purpose, self.name, self.round)
+
+    def load(self, tensors: Tensors, spec: AdapterSpec) -> None:
+        self.bench.load(tensors, spec)
+
+    def read(self) -> Tensors:
+        return self.bench.grafted.read()
+
+    def fit(
+        self,
+        pools: Sequence[Sequence[int]],
+        training: Training,
+        *,
+        purpose: str = "fit",
+        by_length: bool = False,
+        trainable: Callable[[str], bool] | None = None,
+        on_gradients: Callable[[Tensors, Tensors], None] | None = None,
+    ) -> FitReport:
+        """See ``types.Client.fit``."""
+        grafted = self.bench.grafted
+        slots = grafted.parameters_by_name()
+        frozen = [slot for name, slot in slots.items() if trainable is not None and not trainable(name)]
+        optimizer = self._optimizer(grafted, training)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        draws = draw_batches(
+            pools,
+            self.rows.lengths,
+            training.batch_size,
+            generator(self.run_seed, "batches", purpose, self.name, self.round),
+            by_length,
+        )
+        pad = self.bench.backbone.tokenizer.pad_token_id
+        losses: list[float] = []
+        tokens = 0
+        grafted.train()
+        with torch.random.fork_rng(devices=_cuda_devices(self.bench.backbone.device)):
+            torch.manual_seed(derive_seed(self.run_seed, "dropout", purpose, self.name, self.round))
+            for indices in draws:
+                batch = collate([self.rows.encoded[i] for i in indices], pad)
+                if grafted.router is None:
+                    loss = token_losses(self.bench.backbone, batch).mean()
+                    loss.backward()
+                else:
+                    features = self.features()[indices].to(self.bench.backbone.device)
+                    with grafted.routing(grafted.route(features, "soft")):
+                        loss = token_losses(self.bench.backbone, batch).mean()
+                        loss.backward()
+                for slot in frozen:
+                    if slot.grad is not None:
+                        slot.grad.zero_()
+                if on_gradients is not None:
+                    on_gradients(_values(slots), _gradients(slots))
+                if training.clip > 0:
+                    nn.utils.clip_grad_norm_(parameters, training.clip, foreach=True)
+                held = [slot.value.clone() for slot in frozen] if training.weight_decay else []
+                optimizer.step()
+                for slot, value in zip(frozen, held, strict=False):
+                    slot.value.copy_(value)  # weight decay would move what has no gradient
+                optimizer.zero_grad(set_to_none=True)
+                losses.append(float(loss.detach()))
+                tokens += len(batch.labels)
+                self.on_step(losses[-1])
+        grafted.eval()
+        if training.optimizer_state == "keep":
+            self.kept_optimizer = _moments(optimizer)
+        return FitReport(losses, len(losses), tokens)
+
+    def _optimizer(self, grafted: Grafted, training: Training) -> torch.optim.AdamW:
+        """Make AdamW with one rate for experts and one for the router; ``keep`` restores the client's moments."""
+        groups = [
+            {"params": grafted.expert_parameters(), "lr": training.lr},
+            {"params": grafted.router_parameters(), "lr": training.router_lr},
+        ]
+        optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], weight_decay=training.weight_decay, foreach=True
+        )
+        stored = {n: t for n, t in self.memory.tensors.items() if n.startswith("optimizer/")}
+        if training.optimizer_state == "keep" and stored:
+            for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                moments = {key: stored[f"optimizer/{index}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {
+                    key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
+                    for key, value in moments.items()
+                }
+        return optimizer
+
+
+def draw_batches(
+    pools: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    batch_size: int,
+    source: torch.Generator,
+    by_length: bool = False,
+) -> list[list[int]]:
+    """Draw one mini-batch per entry of ``pools``, without replacement inside a pass over a pool.
+
+    A pool that is visited again goes on where it stopped; when fewer than a batch are left it is shuffled anew. A pool
+    smaller than a batch gives all it has.
+
+    Args:
+        pools: example indices, one pool per step.
+        lengths: token length of every example.
+        batch_size: most examples in a batch.
+        source: generator; pools draw from it in order of first visit.
+        by_length: let the batches of one pool hold examples of like length (the examples drawn stay the same).
+
+    Raises:
+        DataError: a pool is empty.
+    """
+    visits: dict[tuple[int, ...], list[int]] = {}
+    for step, pool in enumerate(pools):
+        visits.setdefault(tuple(pool), []).append(step)
+    batches: list[list[int]] = [[] for _ in pools]
+    for pool, steps in visits.items():
+        if not pool:
+            raise DataError("there is no example to train on: a client's pool is empty.")
+        take, left = min(batch_size, len(pool)), []
+        drawn: list[list[int]] = []
+        for _ in steps:
+            if len(left) < take:
+                left = [pool[i] for i in torch.randperm(len(pool), generator=source).tolist()]
+            drawn.append(left[:take])
+            left = left[take:]
+        if by_length and take * len(steps) <= len(pool):  # else one example is in several batches
+            flat = sorted((i for batch in drawn for i in batch), key=lambda i: (lengths[i], i))
+            order = torch.randperm(len(steps), generator=source).tolist()
+            drawn = [flat[k * take : (k + 1) * take] for k in order]
+        for step, batch in zip(steps, drawn, strict=True):
+            batches[step] = batch
+    return batches
+
+
+def _moments(optimizer: torch.optim.AdamW) -> Tensors:
+    moments: Tensors = {}
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in optimizer.state[parameter].items():
+            moments[f"optimizer/{index}/{key}"] = value.detach().cpu().clone()
+    return moments
+
+
+def _values(slots: dict[str, Slot]) -> Tensors:
+    return {name: slot.value for name, slot in slots.items()}
+
+
+def _gradients(slots: dict[str, Slot]) -> Tensors:
+    return {name: slot.grad for name, slot in slots.items() if slot.grad is not None}
+
+
+def _cuda_devices(device: torch.device) -> list[int]:
+    return [device.index or 0] if device.type == "cuda" else []

@@ -1,0 +1,253 @@
+"""The rounds: sample, order, exchange, quarantine, merge, evaluate, log, checkpoint. The same for every method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from fedloom.errors import RoundError, UpdateRejected
+from fedloom.methods.base import Method
+from fedloom.numerics.seeding import numpy_generator
+from fedloom.numerics.tree import norm
+from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
+from fedloom.runtime.events import Observer, RoundLog
+from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply
+from fedloom.runtime.wire import decode_reply
+from fedloom.types import Order, Plain, Reply, Setup, State, Training
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One client's answer as it arrived: bytes on disk, not yet trusted.
+
+    Attributes:
+        client: whose answer.
+        path: file with the encoded reply.
+        bytes_up: length of the encoded reply.
+        bytes_down: length of the encoded order.
+        seconds: from order to answer.
+        memory: version of the client's memory after this order, where the runtime keeps it (simulation).
+    """
+
+    client: str
+    path: Path
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    memory: str | None = None
+
+
+class Transport(Protocol):
+    """Carries orders to clients and brings back what answered; an absent client has no receipt."""
+
+    def exchange(
+        self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
+    ) -> list[Receipt]: ...
+
+    def committed(self, memory_versions: set[str]) -> None:
+        """A checkpoint was committed; only these versions of client memories are still named by one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Federation:
+    """How rounds are run.
+
+    Attributes:
+        rounds: number of rounds T.
+        participation: share of the clients sampled each round, at least one.
+        min_replies: fewer usable replies than this end the run with an error.
+        norm_factor: an update with a norm beyond this many times its round's lower median is quarantined.
+    """
+
+    rounds: int = 20
+    participation: float = 1.0
+    min_replies: int = 1
+    norm_factor: float = NORM_FACTOR
+
+
+class Accepted:
+    """The accepted replies, read from disk one at a time, in client order, as often as asked (``types.Replies``)."""
+
+    def __init__(self, receipts: Sequence[tuple[Receipt, Order]]) -> None:
+        self.receipts = receipts
+
+    def __iter__(self) -> Iterator[Reply]:
+        for receipt, order in self.receipts:
+            yield decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
+
+    def __len__(self) -> int:
+        return len(self.receipts)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What became of a round's orders."""
+
+    replies: Accepted
+    receipts: Sequence[Receipt]
+    quarantined: dict[str, str]
+    absent: list[str]
+    seconds: float
+
+    def record(self) -> dict[str, Plain]:
+        """Describe the exchange for the log."""
+        numbers = {reply.client: (reply.counts, reply.metrics) for reply in self.replies}
+        clients = {}
+        weights: dict[str, int] = {}
+        weighted_loss, supervised = 0.0, 0
+        for receipt in self.receipts:
+            counts, metrics = numbers.get(receipt.client, ({}, {}))
+            examples = counts.get("examples", 0)
+            sent = {
+                "bytes_up": receipt.bytes_up,
+                "bytes_down": receipt.bytes_down,
+                "seconds": round(receipt.seconds, 3),
+            }
+            clients[receipt.client] = {**metrics, "examples": examples, **sent}
+            for unit, count in counts.items():
+                weights[unit] = weights.get(unit, 0) + count
+            if "loss" in metrics:
+                weighted_loss, supervised = weighted_loss + examples * metrics["loss"], supervised + examples
+        return {
+            "train_loss": weighted_loss / supervised if supervised else None,
+            "clients": clients,
+            "weights": weights,
+            "quarantined": self.quarantined,
+            "absent": self.absent,
+            "bytes_up": sum(r.bytes_up for r in self.receipts),
+            "bytes_down": sum(r.bytes_down for r in self.receipts),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def federate(
+    method: Method,
+    transport: Transport,
+    setup: Setup,
+    training: Training,
+    federation: Federation,
+    checkpoints: CheckpointFolder,
+    log: RoundLog,
+    observer: Observer,
+    *,
+    evaluate: Callable[[State], dict[str, Plain] | None] = lambda state: None,
+) -> State:
+    """Run the probe and all rounds, from the newest checkpoint if there is one.
+
+    Args:
+        evaluate: called after the probe (``state.round`` 0) and after every round; a dictionary goes into the log.
+
+    Returns:
+        The state after the last round.
+
+    Raises:
+        RoundError: a round got fewer usable replies than ``federation.min_replies``; the last checkpoint stands.
+    """
+
+    def exchange(kind: str, state: State, cohort: Sequence[str], memories: dict[str, str]) -> Answers:
+        orders = make_orders(method, kind, state, cohort, training)
+        start = time.perf_counter()
+        receipts = transport.exchange(method, orders, memories, observer)
+        answers = judge(method, orders, receipts, federation, time.perf_counter() - start)
+        memories.update({r.client: r.memory for r in receipts if r.memory is not None})
+        for client, why in sorted(answers.quarantined.items()):
+            observer.say(f"Round {state.round}: the reply of {client} is quarantined: {why}.")
+        return answers
+
+    def commit(state: State, memories: dict[str, str], record: dict[str, Plain]) -> None:
+        """Log first, then checkpoint: a kill in between leaves a line that ``cut_after`` removes, never a gap."""
+        evaluation = evaluate(state)
+        if evaluation is not None:
+            record["evaluation"] = evaluation
+        log.append(record)
+        checkpoints.commit(Checkpoint(state, dict(memories)))
+        transport.committed(checkpoints.memory_versions())
+        observer.round(record)
+
+    done = checkpoints.rounds()
+    if done:
+        checkpoint = checkpoints.load(done[-1])
+        state, memories = checkpoint.state, dict(checkpoint.memories)
+        log.cut_after(state.round)
+        observer.say(f"Resuming after round {state.round} of {federation.rounds}.")
+    else:
+        log.cut_after(-1)
+        state, memories = method.init(setup), {}
+        record: dict[str, Plain] = {"round": 0}
+        if method.has_probe:
+            observer.phase("probe", len(setup.clients))
+            answers = exchange("probe", state, setup.clients, memories)
+            state = method.discover(state, answers.replies)
+            record |= answers.record()
+        commit(state, memories, record)
+
+    observer.phase("rounds", federation.rounds)
+    observer.advance(state.round)
+    while state.round < federation.rounds:
+        state = replace(state, round=state.round + 1)
+        admitted = [client for client in setup.clients if method.admits(state, client)]
+        cohort = sample_cohort(admitted, federation.participation, setup.seed, state.round)
+        answers = exchange("fit", state, cohort, memories)
+        state = method.merge(state, answers.replies)
+        commit(state, memories, {"round": state.round, "cohort": cohort} | answers.record())
+        observer.advance()
+    return state
+
+
+def sample_cohort(clients: Sequence[str], participation: float, seed: int, round: int) -> list[str]:
+    """Draw ``participation`` of the clients (at least one) without replacement, in name order."""
+    count = max(1, int(participation * len(clients) + 0.5))
+    if count >= len(clients):
+        return list(clients)
+    chosen = numpy_generator(seed, "cohort", round).choice(len(clients), size=count, replace=False)
+    return [clients[i] for i in sorted(chosen)]
+
+
+def make_orders(method: Method, kind: str, state: State, cohort: Sequence[str], training: Training) -> list[Order]:
+    """Make one order per client of the cohort, in name order."""
+    views = {client: method.view(state, client) for client in sorted(cohort)}
+    return [Order(kind, c, state.round, v.tensors, v.spec, training, v.values) for c, v in views.items()]
+
+
+def judge(
+    method: Method, orders: Sequence[Order], receipts: Sequence[Receipt], federation: Federation, seconds: float
+) -> Answers:
+    """Sort answers into accepted, quarantined and absent.
+
+    Raises:
+        RoundError: fewer than ``federation.min_replies`` are usable.
+    """
+    receipts = sorted(receipts, key=lambda r: r.client)
+    asked = {order.client: order for order in orders}
+    accepted: list[tuple[Receipt, Order]] = []
+    quarantined: dict[str, str] = {}
+    norms: list[float] = []
+    for receipt in receipts:
+        order = asked[receipt.client]
+        try:
+            reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
+            if reply.counts.get("examples", 0) == 0:
+                raise UpdateRejected("it counts no examples")
+            check_reply(reply, method.expected(order, reply))
+        except UpdateRejected as reason:
+            quarantined[receipt.client] = str(reason)
+            continue
+        norms.append(norm(reply.send))
+        accepted.append((receipt, order))
+    for index in reversed(absurd_norms(norms, federation.norm_factor)):
+        receipt, _ = accepted.pop(index)
+        quarantined[receipt.client] = (
+            f"its norm {norms[index]:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
+        )
+    absent = sorted(asked.keys() - {r.client for r in receipts})
+    if len(accepted) < federation.min_replies:
+        raise RoundError(
+            f"round {orders[0].round if orders else '?'} got {len(accepted)} usable replies of {len(orders)} asked; at "
+            f"least {federation.min_replies} are needed. Quarantined: {quarantined or 'none'}. Silent: "
+            f"{absent or 'none'}. The model is as it was before the round."
+        )
+    return Answers(Accepted(accepted), receipts, quarantined, absent, seconds)

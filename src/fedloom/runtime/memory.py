@@ -1,0 +1,64 @@
+"""A client's own memory between rounds. It never crosses the wire."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedloom.errors import ConfigError
+from fedloom.runtime.wire import decode, encode, write_atomic
+from fedloom.types import Plain, Tensors
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_client_name(name: str) -> str:
+    """Return ``name`` if it can be a file name everywhere; names come from outside.
+
+    Raises:
+        ConfigError: it is empty, too long, or holds path characters.
+    """
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise ConfigError(
+            f"{name!r} cannot be a client's name: use letters, digits, '.', '_' and '-', starting with a letter or digit."
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class ClientMemory:
+    """Tensors and plain values that the client kept in earlier rounds."""
+
+    tensors: Tensors = field(default_factory=dict)
+    values: dict[str, Plain] = field(default_factory=dict)
+
+    def updated(self, tensors: Tensors, values: dict[str, Plain]) -> ClientMemory:
+        return ClientMemory({**self.tensors, **tensors}, {**self.values, **values})
+
+
+class MemoryFolder:
+    """Immutable, versioned memory files ``<client>-r<round>.safetensors``.
+
+    A checkpoint names the version of every client's memory, so that state and memories are always of one round.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, version: str | None) -> ClientMemory:
+        if version is None:
+            return ClientMemory()
+        return ClientMemory(*decode((self.folder / version).read_bytes()))
+
+    def write(self, client: str, round: int, memory: ClientMemory) -> str:
+        version = f"{check_client_name(client)}-r{round}.safetensors"
+        write_atomic(self.folder / version, encode(memory.tensors, memory.values))
+        return version
+
+    def forget_all_but(self, versions: set[str]) -> None:
+        """Delete versions that no checkpoint names any more."""
+        if self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if path.name not in versions:
+                    path.unlink()

@@ -1,0 +1,45 @@
+"""What the server checks before it lets a reply near the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fedloom.errors import UpdateRejected
+from fedloom.types import Reply
+
+#: An update is absurd when its norm exceeds this many times the lower median of its round.
+NORM_FACTOR = 100.0
+
+
+def check_reply(reply: Reply, expected: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a reply whose tensors are not exactly the expected float32 ones, all finite.
+
+    Raises:
+        UpdateRejected: with the tensor named.
+    """
+    if missing := sorted(expected.keys() - reply.send.keys()):
+        raise UpdateRejected(f"{len(missing)} tensors are missing, first {missing[0]!r}")
+    if unknown := sorted(reply.send.keys() - expected.keys()):
+        raise UpdateRejected(f"{len(unknown)} tensors are unknown, first {unknown[0]!r}")
+    for name, tensor in reply.send.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise UpdateRejected(f"{name!r} has shape {tuple(tensor.shape)}, expected {expected[name]}")
+        if tensor.dtype != torch.float32:
+            raise UpdateRejected(f"{name!r} has dtype {tensor.dtype}, expected torch.float32")
+        if not torch.isfinite(tensor).all():
+            raise UpdateRejected(f"{name!r} holds NaN or infinity")
+
+
+def absurd_norms(norms: Sequence[float], factor: float = NORM_FACTOR) -> list[int]:
+    """Return the indices whose norm exceeds ``factor`` times the lower median of the non-zero norms.
+
+    The lower median, so that of two replies the larger is judged by the smaller.
+    """
+    positive = sorted(n for n in norms if n > 0)
+    if not positive:
+        return []
+    limit = factor * positive[(len(positive) - 1) // 2]
+    return [i for i, n in enumerate(norms) if n > limit or not math.isfinite(n)]

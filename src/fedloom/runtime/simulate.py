@@ -1,0 +1,80 @@
+"""All clients on this machine, one after another on one shared backbone, through the same bytes as a real wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedloom.methods.base import Method
+from fedloom.runtime.client import LocalClient, Rows, Workbench
+from fedloom.runtime.events import Observer
+from fedloom.runtime.loop import Receipt
+from fedloom.runtime.memory import MemoryFolder
+from fedloom.runtime.wire import decode_order, encode_order, encode_reply
+from fedloom.types import Order, Reply
+
+
+class Simulator:
+    """A ``Transport`` without a network.
+
+    Orders and replies are encoded and decoded, so that no client can touch another's tensors and the bytes reported are
+    the bytes a wire would carry. Replies wait on disk: memory does not grow with the number of clients.
+
+    Args:
+        bench: the shared backbone.
+        clients: name → rows, for every client that holds examples.
+        seed: the run's seed.
+        memory: where clients keep what never leaves them.
+        spool: folder for the replies of the current round.
+    """
+
+    def __init__(
+        self, bench: Workbench, clients: Mapping[str, Rows], seed: int, memory: MemoryFolder, spool: Path
+    ) -> None:
+        self.bench = bench
+        self.clients = clients
+        self.seed = seed
+        self.memory = memory
+        self.spool = spool
+
+    def exchange(
+        self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
+    ) -> list[Receipt]:
+        """See ``loop.Transport``."""
+        self.spool.mkdir(parents=True, exist_ok=True)
+        for left_over in self.spool.iterdir():
+            left_over.unlink()
+        receipts = []
+        for index, order in enumerate(orders):
+            observer.client(order.client, index, len(orders))
+            receipts.append(self._ask(method, order, memories.get(order.client), observer))
+            if order.kind == "probe":
+                observer.advance()
+        return receipts
+
+    def committed(self, memory_versions: set[str]) -> None:
+        self.memory.forget_all_but(memory_versions)
+
+    def _ask(self, method: Method, order: Order, version: str | None, observer: Observer) -> Receipt:
+        start = time.perf_counter()
+        down = encode_order(order)
+        order = decode_order(down)
+        memory = self.memory.read(version)
+        client = LocalClient(
+            name=order.client,
+            rows=self.clients[order.client],
+            bench=self.bench,
+            memory=memory,
+            run_seed=self.seed,
+            round=order.round,
+            on_step=observer.step,
+        )
+        reply: Reply = method.probe(client, order) if order.kind == "probe" else method.local(client, order)
+        up = encode_reply(reply, order.round)
+        path = self.spool / f"{order.client}.safetensors"
+        path.write_bytes(up)
+        keep = reply.keep | client.kept_optimizer
+        if keep or reply.keep_values:
+            version = self.memory.write(order.client, order.round, memory.updated(keep, reply.keep_values))
+        return Receipt(order.client, path, len(up), len(down), time.perf_counter() - start, version)

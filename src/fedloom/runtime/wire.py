@@ -1,0 +1,136 @@
+"""Orders, replies, states and memories as bytes: safetensors with one JSON header. Nothing in them can run code."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from fedloom.errors import UpdateRejected
+from fedloom.types import AdapterSpec, Order, Plain, Reply, State, Tensors, Training
+
+#: A header beyond this is refused before it is parsed.
+MAX_HEADER_BYTES = 64 << 20
+
+
+def encode(tensors: Tensors, header: dict[str, Plain]) -> bytes:
+    """Encode tensors (dtype kept, bfloat16 included) and a JSON header."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return save_tensors(plain, metadata={"fedloom": json.dumps(header, sort_keys=True, allow_nan=True)})
+
+
+def decode(data: bytes) -> tuple[Tensors, dict[str, Plain]]:
+    """Decode what ``encode`` made; names come back sorted.
+
+    Raises:
+        UpdateRejected: the bytes are truncated, not safetensors, or carry no fedloom header.
+    """
+    if len(data) < 8:
+        raise UpdateRejected(f"the payload has only {len(data)} bytes")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise UpdateRejected("the payload is truncated or not in safetensors format")
+    try:
+        outer = json.loads(data[8 : 8 + length])
+        header = json.loads(outer["__metadata__"]["fedloom"])
+        tensors = load_tensors(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UpdateRejected(f"the payload cannot be decoded: {type(error).__name__}: {error}") from error
+    if not isinstance(header, dict):
+        raise UpdateRejected("the payload's header is not an object")
+    return dict(sorted(tensors.items())), header
+
+
+def encode_order(order: Order) -> bytes:
+    header = {"kind": order.kind, "client": order.client, "round": order.round, "values": order.values}
+    return encode(order.tensors, {**header, "spec": order.spec.to_plain(), "training": asdict(order.training)})
+
+
+def decode_order(data: bytes) -> Order:
+    tensors, header = decode(data)
+    return Order(
+        kind=header["kind"],
+        client=header["client"],
+        round=header["round"],
+        tensors=tensors,
+        spec=AdapterSpec.from_plain(header["spec"]),
+        training=Training(**header["training"]),
+        values=header["values"],
+    )
+
+
+def encode_reply(reply: Reply, round: int) -> bytes:
+    """Encode what leaves a client: ``send`` and the plain numbers beside it, never ``keep``."""
+    header = {"client": reply.client, "round": round, "counts": reply.counts, "metrics": reply.metrics}
+    return encode(reply.send, {**header, "values": reply.values})
+
+
+def decode_reply(data: bytes, client: str, round: int) -> Reply:
+    """Decode a reply and check that it is this client's, for this round, with counts and metrics that are numbers.
+
+    Raises:
+        UpdateRejected: it is not.
+    """
+    tensors, header = decode(data)
+    if header.get("client") != client or header.get("round") != round:
+        raise UpdateRejected(
+            f"it answers as {header.get('client')!r} for round {header.get('round')!r}, asked was {client!r} for {round}"
+        )
+    counts, metrics, values = (header.get(key) for key in ("counts", "metrics", "values"))
+    if not isinstance(counts, dict) or not isinstance(metrics, dict) or not isinstance(values, dict):
+        raise UpdateRejected("its counts, metrics or values are not objects")
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count < 1 << 40:
+            raise UpdateRejected(f"the count of {name!r} is {count!r}, not a number of examples")
+    for name, metric in metrics.items():
+        if type(metric) not in (int, float) or not math.isfinite(metric):
+            raise UpdateRejected(f"the metric {name!r} is {metric!r}, not a finite number")
+    return Reply(client, tensors, counts, metrics, values)
+
+
+def encode_state(state: State) -> bytes:
+    return encode(state.tensors, {"round": state.round, "spec": state.spec.to_plain(), "values": state.values})
+
+
+def decode_state(data: bytes) -> State:
+    tensors, header = decode(data)
+    return State(header["round"], tensors, AdapterSpec.from_plain(header["spec"]), header["values"])
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part: temporary file, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically, readable, keys in the order given."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
