@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from fedloom.adapters.moe_lora import Gates, MoELoRALinear, Routing, linear_shape
 from fedloom.adapters.router import Router, route
@@ -257,6 +258,11 @@ class Grafted:
         if not getattr(inner, "supports_gradient_checkpointing", False):
             raise AdapterError(f"{type(inner).__name__} does not support gradient checkpointing.")
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether the adapted layers store their weight as (in, out), as GPT-2's Conv1D does."""
+        return any(isinstance(base, Conv1D) for base in self._bases.values())
 
     def ungraft(self) -> nn.Module:
         """Put the original layers back, restore which parameters train, and return the bare model."""

@@ -166,12 +166,11 @@ class MoELoRALinear(nn.Module):
         if gates.shared is not None:  # one expert serves all rows
             A_Mri, B_Mor = A_Mri[gates.shared, None], B_Mor[gates.shared, None]
         A_Ri = A_Mri.flatten(0, 1)
-        B_Ro = B_Mor.transpose(1, 2).flatten(0, 1)
+        B_oR = B_Mor.permute(1, 0, 2).flatten(1)
         h = F.linear(z, A_Ri)  # (b, t, R)
-        if gates.soft_bR is not None:
-            h = h * _per_example(gates.soft_bR, h)
+        h = h * (scale if gates.soft_bR is None else _per_example(gates.soft_bR * scale, h))
         y_no = y.float().flatten(0, -2)
-        return torch.addmm(y_no, h.flatten(0, -2), B_Ro, alpha=scale).view(y.shape).to(y.dtype)
+        return torch.addmm(y_no, h.flatten(0, -2), B_oR.t()).view(y.shape).to(y.dtype)
 
     def _add_chosen(self, z: Tensor, y: Tensor, index_b: Tensor, scale: float) -> Tensor:
         """Add to ``y`` the output of each example's own expert."""
