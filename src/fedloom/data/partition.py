@@ -152,7 +152,7 @@ def dirichlet(alpha: float, size: int, rng: np.random.Generator) -> NDArray[np.f
     """Draw p ~ Dirichlet(alpha · 1), (size,), in logarithms, so that a tiny alpha gives one-hot and never 0/0.
 
     Gamma(alpha) draws underflow to zero for small alpha, at times all of them. With G ~ Gamma(alpha + 1) and
-    E ~ Exponential(1), G · exp(−E / alpha) ~ Gamma(alpha) (Marsaglia and Tsang 2000, section 6): its logarithm is safe.
+    E ~ Exponential(1), G · exp(−E / alpha) ~ Gamma(alpha) (Marsaglia and Tsang 2000), and its logarithm is safe.
     """
     low, high = ALPHA_RANGE
     if not low <= alpha <= high:

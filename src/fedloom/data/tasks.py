@@ -137,7 +137,7 @@ def _coedit(row: Mapping[str, Any]) -> Parts:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 # A metric takes one prediction and its accepted answers and gives a score in [0, 1].
 
-_NUMBER = re.compile(r"((?<![\w)])-)?\$?(-?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_NUMBER = re.compile(r"((?<![\w)])-)?(?:\$(-?))?((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def final_number(text: str) -> Decimal | None:
