@@ -91,8 +91,10 @@ def _without_opposition(update: torch.Tensor, direction: torch.Tensor) -> torch.
 
     result = projected(0.0)
     if torch.dot(result.to(torch.float64).flatten(), direction) < 0:
-        # Rounding to the update's dtype moves the inner product by at most eps/2·‖u‖·‖d‖: aim just above that.
-        result = projected(4 * torch.finfo(update.dtype).eps * flat.norm() * squared.sqrt())
+        # Rounding moves an element by at most half an eps of itself or half the smallest subnormal: aim above that.
+        info = torch.finfo(update.dtype)
+        rounding = 4 * info.eps * (flat.norm() + info.smallest_normal * flat.numel() ** 0.5)
+        result = projected(rounding * squared.sqrt())
     return result.reshape(update.shape)
 
 

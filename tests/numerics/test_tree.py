@@ -1,0 +1,54 @@
+import math
+
+import pytest
+import torch
+
+from fedloom.errors import AdapterError
+from fedloom.numerics import tree
+
+
+def test_add_undoes_subtract() -> None:
+    a = {"x": torch.tensor([3.0, 5.0]), "y": torch.tensor([[1.0]])}
+    b = {"y": torch.tensor([[4.0]]), "x": torch.tensor([1.0, 2.0])}
+    difference = tree.subtract(a, b)
+    assert difference["x"].tolist() == [2.0, 3.0]
+    assert difference["y"].tolist() == [[-3.0]]
+    assert all(torch.equal(tree.add(difference, b)[name], a[name]) for name in a)
+
+
+def test_key_mismatch_names_the_keys_of_each_side() -> None:
+    with pytest.raises(AdapterError, match=r"missing from the second: only_a; missing from the first: only_b"):
+        tree.subtract(
+            {"both": torch.ones(1), "only_a": torch.ones(1)}, {"both": torch.ones(1), "only_b": torch.ones(1)}
+        )
+
+
+def test_shapes_never_broadcast() -> None:
+    with pytest.raises(AdapterError, match=r"'x' has two shapes: \(2, 1\) and \(1, 2\)"):
+        tree.add({"x": torch.ones(2, 1)}, {"x": torch.ones(1, 2)})
+
+
+def test_select_by_path_stops_at_path_boundaries() -> None:
+    tensors = {name: torch.zeros(1) for name in ("experts/1/a.lora_A", "experts/10/a.lora_A", "router/w", "routerx")}
+    assert list(tree.select(tensors, "experts/1")) == ["experts/1/a.lora_A"]
+    assert list(tree.select(tensors, "experts/")) == ["experts/1/a.lora_A", "experts/10/a.lora_A"]
+    assert list(tree.select(tensors, "router")) == ["router/w"]
+    assert list(tree.select(tensors, lambda name: name.endswith("w"))) == ["router/w"]
+
+
+def test_norm_is_of_the_whole_vector() -> None:
+    # √(3² + 4² + 12²) = 13, while the sum of per-tensor norms is 17.
+    assert tree.norm({"x": torch.tensor([3.0, 4.0]), "y": torch.tensor([12.0])}) == 13.0
+    assert tree.norm({}) == 0.0
+
+
+def test_norm_accumulates_in_float64() -> None:
+    ones = torch.full((20_000_000,), 1.0 + 2**-20)
+    assert tree.norm({"x": ones}) == pytest.approx(math.sqrt(20_000_000) * (1.0 + 2**-20), rel=1e-12)
+    assert tree.norm({"x": torch.tensor([3e38, 0.0]), "y": torch.tensor([3e38])}) == pytest.approx(
+        3e38 * 2**0.5, rel=1e-6
+    )
+
+
+def test_bytes_count_values_as_stored() -> None:
+    assert tree.bytes_of({"x": torch.zeros(3, 4), "y": torch.zeros(5, dtype=torch.bfloat16)}) == 3 * 4 * 4 + 5 * 2
