@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from fedloom.adapters.moe_lora import Gates, MoELoRALinear, Routing, linear_shape
+from fedloom.adapters.moe_lora import Gates, MoELoRALinear, Routing, check_dropout, linear_shape
 from fedloom.adapters.router import Router, route
 from fedloom.adapters.state import check_tensors, initial_tensors, stack, strip_prefixes, strip_wrapper_prefixes
 from fedloom.errors import AdapterError, nearest
@@ -162,6 +162,7 @@ class Grafted:
         Tensors keep their values when only alpha and dropout change; otherwise all are drawn anew, and optimisers
         that hold the old Parameters must be made again.
         """
+        self._check_grafted()
         if tuple(spec.targets) != tuple(self.spec.targets):
             raise AdapterError(f"Targets are fixed at graft: {self.spec.targets}, not {spec.targets}. Ungraft first.")
         _check_spec(spec)
@@ -175,6 +176,7 @@ class Grafted:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy flat tensors into the layers and the router; missing, unknown or misshapen keys are AdapterErrors."""
+        self._check_grafted()
         clean = strip_prefixes(tensors)
         check_tensors(clean, self.spec, self.shapes, self.hidden_size)
         with torch.no_grad():
@@ -225,12 +227,13 @@ class Grafted:
 
         Under gradient checkpointing the backward pass runs layers again, so it belongs inside too.
         """
-        before = vars(self.gates).copy()
-        self.gates.set(routing)
+        self._check_grafted()
+        gates, before = self.gates, vars(self.gates).copy()
+        gates.set(routing)
         try:
-            yield self.gates
+            yield gates
         finally:
-            vars(self.gates).update(before)
+            vars(gates).update(before)
 
     def train(self) -> None:
         """Switch dropout on, on the LoRA path only: the frozen backbone keeps computing as in evaluation."""
@@ -258,6 +261,10 @@ class Grafted:
         if not getattr(inner, "supports_gradient_checkpointing", False):
             raise AdapterError(f"{type(inner).__name__} does not support gradient checkpointing.")
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def _check_grafted(self) -> None:
+        if not self.layers:
+            raise AdapterError("The experts were taken off this model by ungraft(): graft it again.")
 
     @property
     def fan_in_fan_out(self) -> bool:
@@ -303,3 +310,4 @@ def _check_spec(spec: AdapterSpec) -> None:
             f"An adapter needs rank ≥ 1, experts ≥ 1 and router_hidden ≥ 0, "
             f"got {spec.rank}, {spec.experts}, {spec.router_hidden}."
         )
+    check_dropout(spec.dropout)

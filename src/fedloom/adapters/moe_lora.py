@@ -44,24 +44,32 @@ class Gates:
     shared: int | None = None
 
     def set(self, routing: Routing) -> None:
-        """Route the next forward passes by gates (b, M), by expert index (b,), or switch the adapters off (None)."""
+        """Route the next forward passes by gates (b, M), by expert index (b,), or switch the adapters off (None).
+
+        One-hot gates that need no gradient are taken as an index: exactly that expert's output, and less work.
+        """
         self.unset()
         if routing is None:
             self.mode = "off"
-        elif routing.is_floating_point():
-            if routing.dim() != 2 or routing.shape[1] != self.experts:
-                raise AdapterError(f"Gates must be (batch, {self.experts}), got {tuple(routing.shape)}.")
+        elif not routing.is_floating_point():
+            self._set_index(routing)
+        elif routing.dim() != 2 or routing.shape[1] != self.experts:
+            raise AdapterError(f"Gates must be (batch, {self.experts}), got {tuple(routing.shape)}.")
+        elif not routing.requires_grad and _one_hot(routing):
+            self._set_index(routing.argmax(1))
+        else:
             self.mode = "soft"
             self.soft_bR = routing.float().repeat_interleave(self.rank, dim=1)
-        else:
-            if routing.dim() != 1 or routing.numel() == 0:
-                raise AdapterError(f"An expert index must be (batch,), got {tuple(routing.shape)}.")
-            chosen = set(routing.tolist())  # the one device-to-host copy of a top-1 forward pass
-            if not chosen <= set(range(self.experts)):
-                raise AdapterError(f"Expert index outside 0…{self.experts - 1}: {sorted(chosen)}.")
-            self.mode = "top1"
-            self.index_b = routing.long()
-            self.shared = chosen.pop() if len(chosen) == 1 else None
+
+    def _set_index(self, index_b: Tensor) -> None:
+        if index_b.dim() != 1 or index_b.numel() == 0:
+            raise AdapterError(f"An expert index must be (batch,), got {tuple(index_b.shape)}.")
+        chosen = set(index_b.tolist())  # the one device-to-host copy of a top-1 forward pass
+        if not chosen <= set(range(self.experts)):
+            raise AdapterError(f"Expert index outside 0…{self.experts - 1}: {sorted(chosen)}.")
+        self.mode = "top1"
+        self.index_b = index_b.long()
+        self.shared = chosen.pop() if len(chosen) == 1 else None
 
     def unset(self) -> None:
         """Forget the routing."""
@@ -74,7 +82,7 @@ def dropped_positions(n: int, p: float) -> Tensor:
     Gaps between successes of a Bernoulli process are geometric, ⌊ln U / ln(1−p)⌋ + 1, so about n·p random numbers do
     where a mask needs n. Exactly the same distribution as a mask.
     """
-    parts, last = [], -1
+    parts, last = [torch.empty(0, dtype=torch.float64)], -1
     while last < n - 1:
         size = int((n - 1 - last) * p + 5 * math.sqrt((n - 1 - last) * p) + 16)
         gaps = torch.rand(size, dtype=torch.float64).neg_().log1p_().div_(math.log1p(-p)).floor_().add_(1)
@@ -95,6 +103,12 @@ def dropout(x: Tensor, p: float) -> tuple[Tensor, float]:
         flat = x.reshape(-1)
         return flat.index_fill(0, dropped_positions(flat.numel(), p), 0.0).view_as(x), 1.0 / (1.0 - p)
     return F.dropout(x, p), 1.0
+
+
+def check_dropout(p: float) -> None:
+    """Refuse what is no dropout probability."""
+    if not 0.0 <= p < 1.0:
+        raise AdapterError(f"LoRA dropout must be in [0, 1), got {p}.")
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
@@ -123,8 +137,7 @@ class MoELoRALinear(nn.Module):
         shape = linear_shape(base)
         if shape is None:
             raise AdapterError(f"Only linear layers can carry LoRA experts, not {type(base).__name__}.")
-        if not 0.0 <= dropout < 1.0:
-            raise AdapterError(f"LoRA dropout must be in [0, 1), got {dropout}.")
+        check_dropout(dropout)
         out_features, in_features = shape
         device = cast(Tensor, base.weight).device
         self.base = base
@@ -184,6 +197,10 @@ class MoELoRALinear(nn.Module):
     def extra_repr(self) -> str:
         M, r, _ = self.A.shape
         return f"experts={M}, rank={r}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+def _one_hot(gates_bM: Tensor) -> bool:
+    return bool((((gates_bM == 0) | (gates_bM == 1)).all() & (gates_bM.sum(1) == 1).all()).item())
 
 
 def _per_example(gates_bR: Tensor, h: Tensor) -> Tensor:

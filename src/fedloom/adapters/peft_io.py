@@ -114,8 +114,9 @@ def load_expert(folder: str | Path, shapes: Shapes) -> tuple[Tensors, dict[str, 
         raise AdapterError(f"{folder / WEIGHTS} is not a readable safetensors file: {error}.") from error
     bare = {}
     for key, tensor in stored.items():
-        inner = key.removeprefix(_PREFIX).removesuffix(".weight")
-        if key != f"{_PREFIX}{inner}.weight" or not inner.endswith((".lora_A", ".lora_B")):
+        clean = strip_wrapper_prefixes(key)  # a wrapper may sit outside PEFT's prefix, or between it and the model
+        inner = clean.removeprefix(_PREFIX).removesuffix(".weight")
+        if clean != f"{_PREFIX}{inner}.weight" or not inner.endswith((".lora_A", ".lora_B")):
             raise AdapterError(f"{folder / WEIGHTS} holds {key!r}, which is not a LoRA tensor of a linear layer.")
         name = strip_wrapper_prefixes(inner)
         if name in bare:
@@ -143,11 +144,11 @@ def _read_config(file: Path) -> dict[str, Any]:
             raise AdapterError(f"{file} lacks {name!r}.")
     for name, plain in _PLAIN_FIELDS.items():
         if name in fields and fields[name] not in plain:
-            raise AdapterError(
-                f"{file}: {name} = {fields[name]!r} is not supported: an expert is plain LoRA."
-            )
+            raise AdapterError(f"{file}: {name} = {fields[name]!r} is not supported: an expert is plain LoRA.")
     if not isinstance(fields["r"], int) or fields["r"] < 1:
         raise AdapterError(f"{file}: r = {fields['r']!r} must be a positive integer.")
+    if not isinstance(fields["lora_alpha"], int | float):
+        raise AdapterError(f"{file}: lora_alpha = {fields['lora_alpha']!r} must be a number.")
     return fields
 
 
