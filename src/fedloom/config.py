@@ -117,13 +117,13 @@ class MethodConfig(BaseModel):
 
 class Config(Section):
     seed: int = 42
-    method: MethodConfig = Field(default_factory=MethodConfig)
-    backbone: BackboneConfig = Field(default_factory=BackboneConfig)
+    method: MethodConfig = MethodConfig()
+    backbone: BackboneConfig = BackboneConfig()
     data: DataConfig
-    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
-    federation: FederationConfig = Field(default_factory=FederationConfig)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    adapter: AdapterConfig = AdapterConfig()
+    federation: FederationConfig = FederationConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     def build_method(self) -> Method:
         """Return the method with its options."""
@@ -157,9 +157,7 @@ def parse_config(plain: dict[str, Any], where: str = "configuration", base: Path
     try:
         config = Config.model_validate(plain)
         if config.method.name not in METHODS:
-            raise ConfigError(
-                f"{where}: unknown method {config.method.name!r}.{nearest(config.method.name, METHODS)}"
-            )
+            raise ConfigError(f"{where}: unknown method {config.method.name!r}.{nearest(config.method.name, METHODS)}")
         METHODS[config.method.name].Options.model_validate(config.method.model_extra or {})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e, plain, where) for e in error.errors())) from error

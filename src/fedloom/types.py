@@ -17,7 +17,7 @@ Plain = Any
 
 
 def component(name: str) -> str:
-    """Return the aggregation unit of a tensor name: ``experts/3/x.lora_A`` → ``experts/3``; ``router/w`` → ``router``."""
+    """Return the aggregation unit of a name: ``experts/3/x.lora_A`` → ``experts/3``; ``router/w`` → ``router``."""
     parts = name.split("/")
     return "/".join(parts[:2]) if parts[0] == "experts" else parts[0]
 
@@ -103,7 +103,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Reply:
-    """Client → server. ``send`` (with the plain numbers in ``counts`` and ``metrics``) leaves the client; ``keep`` never does.
+    """Client → server. ``send`` leaves the client, with the plain numbers beside it; ``keep`` never does.
 
     Attributes:
         send: tensors for the server.
@@ -176,16 +176,26 @@ class FitReport:
 class Memory(Protocol):
     """A client's own memory from earlier rounds, read-only: write by returning ``Reply.keep``."""
 
-    tensors: Tensors
-    values: dict[str, Plain]
+    @property
+    def tensors(self) -> Tensors: ...
+
+    @property
+    def values(self) -> dict[str, Plain]: ...
 
 
 class Client(Protocol):
     """What a method's client side may use: load, fit, read, memory, data."""
 
-    name: str
-    size: int  # usable examples
-    memory: Memory
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int:
+        """Number of usable examples."""
+        ...
+
+    @property
+    def memory(self) -> Memory: ...
 
     def features(self) -> torch.Tensor:
         """Return the frozen backbone's masked mean of the last hidden layer over each prompt, (n, hidden), float32."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.adapters import Router, route, router_init
+from fedloom.adapters import Router, route
 from fedloom.errors import AdapterError
+from fedloom.numerics.init import router_init
 
 
 def test_init_is_nn_linear_s_default_bitwise() -> None:

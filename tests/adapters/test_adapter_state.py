@@ -1,12 +1,9 @@
 """Flat tensors: names, checks, prefixes, first values."""
 
-import math
-
 import pytest
 import torch
-from torch import nn
 
-from fedloom.adapters import check_expert_name, check_tensors, initial_tensors, lora_init
+from fedloom.adapters import check_expert_name, check_tensors, initial_tensors
 from fedloom.adapters.state import pick_expert, place_expert, stack, strip_prefixes, strip_wrapper_prefixes, unstack
 from fedloom.errors import AdapterError
 from fedloom.types import AdapterSpec, component
@@ -28,18 +25,6 @@ def test_names_and_shapes_follow_the_convention() -> None:
     assert shapes["router/2.bias"] == (3,)
     assert {component(name) for name in shapes} == {"experts/0", "experts/1", "experts/2", "router"}
     check_tensors(tensors(), SPEC, SHAPES, 8)
-
-
-def test_lora_init_is_kaiming_uniform_root_five_in_model_order_with_zero_b() -> None:
-    ours = lora_init(SHAPES, 2, torch.Generator().manual_seed(4))
-    assert list(ours) == list(SHAPES)
-    generator = torch.Generator().manual_seed(4)
-    for A, B in ours.values():
-        expected = nn.init.kaiming_uniform_(torch.empty(2, 4), a=math.sqrt(5), generator=generator)
-        torch.testing.assert_close(A, expected, rtol=1e-6, atol=0)
-        assert not B.any()
-    again = lora_init(SHAPES, 2, torch.Generator().manual_seed(4))
-    assert all(torch.equal(ours[path][0], again[path][0]) for path in SHAPES)
 
 
 def test_stack_puts_experts_first_and_unstack_undoes_it() -> None:

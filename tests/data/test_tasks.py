@@ -20,13 +20,13 @@ EDIT = {"task": "gec", "source": "He go . ", "targets": ["He goes . ", "He went 
 @pytest.mark.parametrize(
     ("task", "row", "ends", "response", "references"),
     [
-        ("gsm8k", GSM8K, "\n\n2 pens at $9 each?", "It is 2 * 9 = $18.\n#### 18", ()),
-        ("tweet_eval_sentiment", TWEET, "\n\nhm", "positive", ()),
-        ("arc_challenge", ARC, "\n\nWhy?\nA. x\nB. y\nC. z", "C", ()),
-        ("mmlu", MMLU, "\n\nQ\nA. k\nB. l\nC. m\nD. n", "B", ()),
-        ("text_edit", EDIT, "\n\nHe go .", "He goes .", ("He goes .", "He went .")),
+        ("gsm8k", GSM8K, "\n\nProblem:\n2 pens at $9 each?", "It is 2 * 9 = $18.\n#### 18", ()),
+        ("tweet_eval_sentiment", TWEET, "\n\nMessage:\nhm", "positive", ()),
+        ("arc_challenge", ARC, "\n\nQuestion:\nWhy?\nA. x\nB. y\nC. z", "C", ()),
+        ("mmlu", MMLU, "\n\nQuestion:\nQ\nA. k\nB. l\nC. m\nD. n", "B", ()),
+        ("text_edit", EDIT, "fluently.\nHe go .", "He goes .", ("He goes .", "He went .")),
         ("coedit", {"src": "Fix grammar: He go", "tgt": "He goes"}, "Fix grammar: He go", "He goes", ()),
-        ("ag_news", {"text": "t", "label": 3}, "\n\nt", "science", ()),
+        ("ag_news", {"text": "t", "label": 3}, "\n\nNews:\nt", "science", ()),
     ],
 )  # fmt: skip
 def test_rows_become_prompts_and_targets(task, row, ends, response, references):

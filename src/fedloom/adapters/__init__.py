@@ -2,8 +2,8 @@
 
 from fedloom.adapters.inject import DEFAULT_TARGETS, Grafted, Slot, default_targets, graft, target_modules
 from fedloom.adapters.moe_lora import Gates, MoELoRALinear
-from fedloom.adapters.router import Router, route, router_init
-from fedloom.adapters.state import check_expert_name, check_tensors, initial_tensors, lora_init
+from fedloom.adapters.router import Router, route
+from fedloom.adapters.state import check_expert_name, check_tensors, initial_tensors
 
 __all__ = [
     "DEFAULT_TARGETS",
@@ -17,8 +17,6 @@ __all__ = [
     "default_targets",
     "graft",
     "initial_tensors",
-    "lora_init",
     "route",
-    "router_init",
     "target_modules",
 ]

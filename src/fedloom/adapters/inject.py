@@ -260,7 +260,7 @@ class Grafted:
         inner: Any = unwrap(self.model)
         if not getattr(inner, "supports_gradient_checkpointing", False):
             raise AdapterError(f"{type(inner).__name__} does not support gradient checkpointing.")
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        inner.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     def _check_grafted(self) -> None:
         if not self.layers:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.errors import AdapterError
-from fedloom.types import Tensors
 
 
 class Router(nn.Sequential):
@@ -34,16 +32,6 @@ def router_shapes(hidden: int, width: int, experts: int) -> dict[str, tuple[int,
         "router/2.weight": (experts, width),
         "router/2.bias": (experts,),
     }
-
-
-def router_init(hidden: int, width: int, experts: int, generator: torch.Generator) -> Tensors:
-    """Draw a router as ``nn.Linear`` does by default: weights and biases from U(±1/√fan_in), layer by layer."""
-    fan_in = {"0": hidden, "2": width}
-    tensors = {}
-    for name, shape in router_shapes(hidden, width, experts).items():
-        bound = 1.0 / math.sqrt(fan_in[name.removeprefix("router/")[0]])
-        tensors[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    return tensors
 
 
 def route(logits: Tensor, mode: str) -> Tensor | None:

@@ -5,15 +5,15 @@ A *bare* name is the part after ``experts/<m>/``: ``<module path>.lora_A`` (rank
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from fedloom.adapters.router import router_init, router_shapes
+from fedloom.adapters.router import router_shapes
 from fedloom.errors import AdapterError, nearest
+from fedloom.numerics.init import lora_init, router_init
 from fedloom.types import AdapterSpec, Tensors
 
 #: Module path → (out, in) of every targeted linear layer, in model order.
@@ -141,27 +141,9 @@ def place_expert(bare: Mapping[str, Tensor], expert: int) -> Tensors:
     return {f"experts/{expert}/{name}": tensor for name, tensor in bare.items()}
 
 
-def lora_init(shapes: Shapes, rank: int, generator: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
-    """Draw one expert in model order: A Kaiming-uniform with a = √5, that is U(±1/√in); B zero.
-
-    Returns:
-        Module path → (A (rank, in), B (out, rank)).
-    """
-    expert = {}
-    for path, (out_features, in_features) in shapes.items():
-        bound = 1.0 / math.sqrt(in_features)
-        A_ri = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
-        expert[path] = (A_ri, torch.zeros(out_features, rank))
-    return expert
-
-
 def initial_tensors(spec: AdapterSpec, shapes: Shapes, hidden: int, generator: torch.Generator) -> Tensors:
     """Draw everything that ``spec`` grafts: each expert of its own, then the router."""
-    tensors: Tensors = {}
-    for m in range(spec.experts):
-        for path, (A_ri, B_or) in lora_init(shapes, spec.rank, generator).items():
-            tensors[f"experts/{m}/{path}.lora_A"] = A_ri
-            tensors[f"experts/{m}/{path}.lora_B"] = B_or
+    tensors = lora_init(shapes, spec.rank, spec.experts, generator)
     if spec.router_hidden:
-        tensors.update(router_init(hidden, spec.router_hidden, spec.experts, generator))
+        tensors |= router_init(hidden, spec.router_hidden, spec.experts, generator)
     return tensors

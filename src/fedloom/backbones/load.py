@@ -92,7 +92,7 @@ def parameter_hash(model: nn.Module) -> str:
     for name, parameter in sorted(model.named_parameters()):
         value = parameter.detach().cpu().contiguous()
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        digest.update(value.view(-1).view(torch.uint8).numpy())
+        digest.update(value.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -118,7 +118,7 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     local = Path(source).is_dir()
     with quiet_transformers():
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
         except (OSError, ValueError) as error:
             raise BackboneError(

@@ -15,6 +15,36 @@ from fedloom.errors import ConfigError, DataError, nearest
 
 LETTERS = "ABCDE"
 
+#: What a prompt says before its row. Written out in full sentences, as instruction data usually is: the benchmark of
+#: FedWeave "contains distinct instruction patterns that can be recovered from the frozen representations", and with
+#: one-line instructions SmolLM2-135M's features merged tasks (docs/benchmark.md has the figures).
+INSTRUCTIONS = {
+    "gsm8k": (
+        "You are given a maths word problem. Work it out step by step, writing every calculation as a sentence with "
+        "its numbers. After the last step, write a line with #### and then the final number, and nothing more."
+    ),
+    "sentiment": (
+        "You are given a short message that somebody posted on social media. Decide whether the sentiment that its "
+        "writer expresses is negative, neutral or positive, and answer with just that one word."
+    ),
+    "news": (
+        "You are given the beginning of a news item. Decide whether its topic is world, sports, business or science, "
+        "and answer with just that one word."
+    ),
+    "science": (
+        "You are given a science question from a school examination together with several possible answers, each "
+        "marked with a capital letter. Choose the one that is right, and answer with just its letter."
+    ),
+    "subject": (
+        "You are given a question about {subject} together with several possible answers, each marked with a capital "
+        "letter. Choose the one that is right, and answer with just its letter."
+    ),
+    "edit": (
+        "You are given a sentence written by a learner or taken from an encyclopaedia. Edit the text as asked, so that "
+        "the result reads well and keeps the meaning, and answer with just the edited text."
+    ),
+}
+
 
 class Parts(NamedTuple):
     """What a row says: the prompt, the answer to learn, and (where there are several) all accepted answers."""
@@ -52,11 +82,7 @@ def _gsm8k(row: Mapping[str, Any]) -> Parts:
     # The target is the whole worked answer with its "#### N". The calculator marks <<48/2=24>> are left out: they are
     # meant for a tool, and repeat what the text says.
     answer = re.sub(r"<<[^<>]*>>", "", text_field(row, "answer")).strip()
-    question = text_field(row, "question").strip()
-    return Parts(
-        "Solve this maths problem step by step. End with a line that holds #### and the final number.\n\n" + question,
-        answer,
-    )
+    return Parts(f"{INSTRUCTIONS['gsm8k']}\n\nProblem:\n{text_field(row, 'question').strip()}", answer)
 
 
 SENTIMENTS = ("negative", "neutral", "positive")
@@ -72,16 +98,14 @@ def _label(row: Mapping[str, Any], words: Sequence[str]) -> str:
 
 def _sentiment(row: Mapping[str, Any]) -> Parts:
     return Parts(
-        "Is the sentiment of this message negative, neutral or positive? Answer with one word.\n\n"
-        + text_field(row, "text").strip(),
+        f"{INSTRUCTIONS['sentiment']}\n\nMessage:\n{text_field(row, 'text').strip()}",
         _label(row, SENTIMENTS),
     )
 
 
 def _ag_news(row: Mapping[str, Any]) -> Parts:
     return Parts(
-        "Is this news item about world, sports, business or science? Answer with one word.\n\n"
-        + text_field(row, "text").strip(),
+        f"{INSTRUCTIONS['news']}\n\nNews:\n{text_field(row, 'text').strip()}",
         _label(row, TOPICS),
     )
 
@@ -90,8 +114,7 @@ def _choices(intro: str, question: str, choices: Sequence[Any], answer: int) -> 
     if not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f"field 'choices' has {len(choices)} choices. Give 2 to {len(LETTERS)}.")
     lines = [f"{LETTERS[i]}. {as_text(choice, f'choices[{i}]').strip()}" for i, choice in enumerate(choices)]
-    prompt = f"{intro} Answer with the letter of the right choice.\n\n{question.strip()}\n" + "\n".join(lines)
-    return Parts(prompt, LETTERS[answer])
+    return Parts("\n".join([f"{intro}\n\nQuestion:\n{question.strip()}", *lines]), LETTERS[answer])
 
 
 def _arc(row: Mapping[str, Any]) -> Parts:
@@ -101,7 +124,7 @@ def _arc(row: Mapping[str, Any]) -> Parts:
     if key not in labels or len(texts) != len(labels):
         raise DataError(f"field 'answerKey' is {key!r}, but the choices are {labels!r}. Name one of them.")
     # Labels are A-E or 1-5: the position gives the letter either way.
-    return _choices("Answer this science question.", text_field(row, "question"), texts, list(labels).index(key))
+    return _choices(INSTRUCTIONS["science"], text_field(row, "question"), texts, list(labels).index(key))
 
 
 def _mmlu(row: Mapping[str, Any]) -> Parts:
@@ -109,7 +132,7 @@ def _mmlu(row: Mapping[str, Any]) -> Parts:
     if not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise DataError(f"field 'answer' is {answer!r}. Use the index of the right choice, from 0.")
     subject = text_field(row, "subject").replace("_", " ")
-    return _choices(f"Answer this question about {subject}.", text_field(row, "question"), choices, answer)
+    return _choices(INSTRUCTIONS["subject"].format(subject=subject), text_field(row, "question"), choices, answer)
 
 
 EDITS = {
@@ -126,7 +149,8 @@ def _text_edit(row: Mapping[str, Any]) -> Parts:
     if not isinstance(targets, list) or not targets:
         raise DataError("field 'targets' must be a list with at least one text.")
     references = tuple(as_text(target, f"targets[{i}]").strip() for i, target in enumerate(targets))
-    return Parts(f"{EDITS[edit]}\n\n{text_field(row, 'source').strip()}", references[0], references)
+    prompt = f"{INSTRUCTIONS['edit']}\n\n{EDITS[edit]}\n{text_field(row, 'source').strip()}"
+    return Parts(prompt, references[0], references)
 
 
 def _coedit(row: Mapping[str, Any]) -> Parts:

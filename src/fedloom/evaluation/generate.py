@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from fedloom.adapters.moe_lora import Routing
 from fedloom.runtime.client import Workbench
@@ -57,26 +58,18 @@ def _decode(
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
     # Without padding no mask is given, so that the fused causal kernel can be used.
     padded = any(len(p) != longest for p in prompts)
-    mask = (
-        torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device) if padded else None
-    )
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device) if padded else None
     stops = torch.tensor(sorted(set(stop)), device=device)
     answers: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     routing = None if routing is None else routing.to(device)
-    cache, positions = None, _positions(mask, longest, len(prompts), device)
+    cache, positions = DynamicCache(config=model.config), _positions(mask, longest, len(prompts), device)
     for _ in range(budget):
         with bench.grafted.routing(routing):
-            out = model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        cache = out.past_key_values
-        ids = out.logits[:, -1].argmax(-1, keepdim=True)  # (b, 1)
+            logits = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, logits_to_keep=1
+            ).logits
+        ids = logits[:, -1].argmax(-1, keepdim=True)  # (b, 1)
         ended = torch.isin(ids[:, 0], stops).tolist()
         for row, token in enumerate(ids[:, 0].tolist()):
             if not ended[row]:

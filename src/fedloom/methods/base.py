@@ -17,7 +17,7 @@ from fedloom.types import AdapterSpec, Client, Order, Replies, Reply, Setup, Sta
 Schema = dict[str, tuple[int, ...]]
 
 
-class Options(BaseModel):
+class MethodOptions(BaseModel):
     """A method's own options; unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,9 +33,9 @@ class Method:
     exact: ClassVar[str] = ""
     default_rank: ClassVar[int] = 32
     has_probe: ClassVar[bool] = False
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: MethodOptions | None = None) -> None:
         self.options = options or self.Options()
 
     # Server, before round 1.

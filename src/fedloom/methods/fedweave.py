@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from fedloom.errors import RoundError, UpdateRejected
-from fedloom.methods.base import Method, Options, Schema
+from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.numerics.cluster import align, bucketize, signature_distance
 from fedloom.numerics.init import router_init
 from fedloom.numerics.schedule import schedule
@@ -27,7 +27,7 @@ from fedloom.types import AdapterSpec, Client, Order, Replies, Reply, Setup, Sta
 __all__ = ["FedWeave", "schedule"]
 
 
-class FedWeaveOptions(Options):
+class FedWeaveOptions(MethodOptions):
     """Defaults are the paper's (Appendix A)."""
 
     clusterer: Literal["kmeans", "spectral", "agglomerative", "gaussian_mixture"] = "kmeans"
@@ -82,7 +82,7 @@ class FedWeave(Method):
             client.name,
             send,
             counts={"examples": client.size},
-            metrics={"steps": steps, "tokens": tokens, "silhouette": buckets.silhouette},
+            metrics={"steps": steps, "tokens": tokens},
             values={"sizes": [len(pool) for pool in members]},
             keep_values={"buckets": buckets.labels.tolist()},
         )

@@ -11,6 +11,7 @@ import torch
 from sklearn.cluster import AgglomerativeClustering, KMeans, SpectralClustering
 from sklearn.metrics import silhouette_score
 from sklearn.mixture import GaussianMixture
+from threadpoolctl import threadpool_limits
 
 from fedloom.errors import AdapterError, ConfigError, FedloomError, nearest
 from fedloom.numerics.seeding import derive_seed
@@ -20,6 +21,9 @@ Array = np.ndarray[Any, Any]
 
 CLUSTERERS = ("kmeans", "spectral", "agglomerative", "gaussian_mixture")
 LINKAGES = ("average", "complete", "single")
+
+#: The matrices here are small: more threads only wait for each other, and on a busy machine that is 50 times slower.
+_one_thread = threadpool_limits.wrap(limits=1)
 
 #: Embeddings of one and the same text differ by this much (relative) when batches are padded differently.
 _SAME_ROWS = 1e-5
@@ -61,6 +65,7 @@ class Alignment:
     scores: dict[int, float] = field(default_factory=dict)
 
 
+@_one_thread
 def bucketize(
     embeddings: torch.Tensor | Array,
     *,
@@ -109,6 +114,7 @@ def bucketize(
     return Buckets(labels, int(labels.max()) + 1, silhouette, scores)
 
 
+@_one_thread
 def signature_distance(signatures: Sequence[Mapping[str, torch.Tensor]]) -> Array:
     """Return d(u,v) = mean over B blocks of 1 − cos(s_u, s_v) (FedWeave eq. 1), (P, P) float64.
 
@@ -133,6 +139,7 @@ def signature_distance(signatures: Sequence[Mapping[str, torch.Tensor]]) -> Arra
     return _clean(1.0 - cosines / len(first))
 
 
+@_one_thread
 def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_experts: int = 8) -> Alignment:
     """Group buckets of all clients into experts: agglomerative, M ∈ {2..min(max_experts, P−1)} by highest silhouette.
 

@@ -11,7 +11,7 @@ from fedloom.types import Tensors
 
 
 def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> torch.Tensor:
-    return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) * bound
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def lora_init(shapes: Mapping[str, tuple[int, int]], rank: int, experts: int, generator: torch.Generator) -> Tensors:

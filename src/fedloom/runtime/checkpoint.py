@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.errors import ConfigError
-from fedloom.runtime.wire import decode_state, encode_state, sync_folder, write_atomic, write_json
+from fedloom.files import sync_folder, write_atomic, write_json
+from fedloom.runtime.wire import decode_state, encode_state
 from fedloom.types import Plain, State
 
 KEEP = 2

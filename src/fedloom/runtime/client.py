@@ -192,7 +192,8 @@ def draw_batches(
     for pool, steps in visits.items():
         if not pool:
             raise DataError("there is no example to train on: a client's pool is empty.")
-        take, left = min(batch_size, len(pool)), []
+        take = min(batch_size, len(pool))
+        left: list[int] = []
         drawn: list[list[int]] = []
         for _ in steps:
             if len(left) < take:

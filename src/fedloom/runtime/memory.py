@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedloom.errors import ConfigError
-from fedloom.runtime.wire import decode, encode, write_atomic
+from fedloom.files import write_atomic
+from fedloom.runtime.wire import decode, encode
 from fedloom.types import Plain, Tensors
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -21,7 +22,8 @@ def check_client_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
-            f"{name!r} cannot be a client's name: use letters, digits, '.', '_' and '-', starting with a letter or digit."
+            f"{name!r} cannot be a client's name: use letters, digits, '.', '_' and '-', and start with a letter or "
+            "digit."
         )
     return name
 

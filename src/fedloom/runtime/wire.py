@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -83,7 +79,8 @@ def decode_reply(data: bytes, client: str, round: int) -> Reply:
     tensors, header = decode(data)
     if header.get("client") != client or header.get("round") != round:
         raise UpdateRejected(
-            f"it answers as {header.get('client')!r} for round {header.get('round')!r}, asked was {client!r} for {round}"
+            f"it answers as {header.get('client')!r} for round {header.get('round')!r}, but {client!r} was asked for "
+            f"round {round}"
         )
     counts, metrics, values = (header.get(key) for key in ("counts", "metrics", "values"))
     if not isinstance(counts, dict) or not isinstance(metrics, dict) or not isinstance(values, dict):
@@ -104,33 +101,3 @@ def encode_state(state: State) -> bytes:
 def decode_state(data: bytes) -> State:
     tensors, header = decode(data)
     return State(header["round"], tensors, AdapterSpec.from_plain(header["spec"]), header["values"])
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part: temporary file, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically, readable, keys in the order given."""
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
