@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fedloom.version import __version__
 
 if TYPE_CHECKING:
     from fedloom.experiment import run as run
-    from fedloom.export import load_model as load_model
     from fedloom.methods import METHODS as METHODS
+    from fedloom.model import load_model as load_model
 
-_HOMES = {"run": "fedloom.experiment", "load_model": "fedloom.export", "METHODS": "fedloom.methods"}
+_HOMES = {"run": "fedloom.experiment", "load_model": "fedloom.model", "METHODS": "fedloom.methods"}
 __all__ = ["METHODS", "__version__", "load_model", "run"]
 
 

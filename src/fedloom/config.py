@@ -1,4 +1,4 @@
-"""The configuration of a run: YAML by the safe loader into strict models; an unknown key is refused with the nearest."""
+"""The configuration of a run: YAML by the safe loader into strict models; an unknown key is an error."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import yaml
 
-from fedloom import __version__
+from fedloom.version import __version__
 from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import Config
 from fedloom.data.partition import build_benchmark
 from fedloom.data.sources import Example, read_examples
+from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode, tokenizer_hash
 from fedloom.errors import ConfigError, DataError
 from fedloom.evaluation.alignment import alignment_report, purity
@@ -140,13 +141,13 @@ def load_data(config: Config, backbone: Backbone, observer: Observer) -> Data:
         drawn = build_benchmark(seed=config.seed, **bench.model_dump())
         clients, test, record = drawn.clients, drawn.test, drawn.manifest
     else:
-        clients, test, record = {}, {}, {"files": {**data.clients, **data.test}, "left_out": {}}
-        for kind, files in (("client", data.clients), ("test", data.test)):
-            for name, path in files.items():
-                task = name if kind == "test" else ""
-                found, left_out = read_examples(path, task=task, strict=data.strict)
-                (clients if kind == "client" else test)[name] = found
-                record["left_out"][path] = dict(left_out)
+        left_out: dict[str, Plain] = {}
+        clients = {}
+        for name, path in data.clients.items():
+            clients[name], counts = read_examples(path, strict=data.strict)
+            left_out[name] = dict(counts)
+        test = {name: read_task_file(name, path, strict=data.strict) for name, path in data.test.items()}
+        record = {"clients": data.clients, "test": data.test, "rows": left_out}
     if config.evaluation.limit:
         test = {task: examples[: config.evaluation.limit] for task, examples in test.items()}
     encoded = {}

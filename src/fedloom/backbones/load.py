@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def cache_dir() -> Path:
-    """Return fedloom's cache folder: ``$FEDLOOM_CACHE``, else ``$XDG_CACHE_HOME/fedloom``, else ``~/.cache/fedloom``."""
+    """Return the cache folder: ``$FEDLOOM_CACHE``, else ``$XDG_CACHE_HOME/fedloom``, else ``~/.cache/fedloom``."""
     explicit = os.environ.get("FEDLOOM_CACHE")
     if explicit:
         return Path(explicit)
@@ -114,7 +114,7 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     if dtype != "auto" and dtype not in DTYPES:
         raise BackboneError(f"backbone dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}.")
     kind = DTYPES[dtype] if dtype != "auto" else (torch.bfloat16 if place.type == "cuda" else torch.float32)
-    source = _source(name, cache or cache_dir())
+    source = source_of(name, cache)
     local = Path(source).is_dir()
     with quiet_transformers():
         try:
@@ -134,9 +134,21 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     return backbone
 
 
-def _source(name: str, cache: Path) -> str:
+def load_tokenizer(name: str) -> Any:
+    """Load only the tokenizer of a backbone; see ``load_backbone`` for the names."""
+    from transformers import AutoTokenizer
+
+    source = source_of(name)
+    with quiet_transformers():
+        try:
+            return AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+        except (OSError, ValueError) as error:
+            raise BackboneError(f"cannot load the tokenizer of {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def source_of(name: str, cache: Path | None = None) -> str:
     """Return the folder or hub name to load from."""
-    path = Path(name).expanduser()
+    path, cache = Path(name).expanduser(), cache or cache_dir()
     if name == "tiny":
         return str(files("fedloom") / "assets" / "tiny")
     if name == "smollm2-135m":

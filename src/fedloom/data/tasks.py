@@ -10,7 +10,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.data.sources import Example, as_text, conversation, field, load_hub, located, read_rows, text_field
+from fedloom.data.sources import (
+    Example,
+    as_text,
+    conversation,
+    field,
+    load_hub,
+    located,
+    read_examples,
+    read_rows,
+    text_field,
+)
 from fedloom.errors import ConfigError, DataError, nearest
 
 LETTERS = "ABCDE"
@@ -361,11 +371,29 @@ def load_task(name: str, split: str, root: str | Path | None = None) -> list[Exa
     else:
         path = Path(root) / name / f"{split}.jsonl"
         source, place, rows = f"{name}/{split}.jsonl", str(path), list(read_rows(path))
+    return _examples(task, rows, place, source, split)
+
+
+def read_task_file(name: str, path: str | Path, *, strict: bool = False) -> list[Example]:
+    """Return the examples of one file: of a known task with its own fields, or rows of prompt and response.
+
+    Rows count as the user's own where the first of them holds ``prompt`` or ``messages``.
+    """
+    rows = list(read_rows(path))
+    own = name not in TASKS or not rows or rows[0][1].keys() & {"prompt", "messages"}
+    if own:
+        return read_examples(path, task=name, strict=strict)[0]
+    return _examples(TASKS[name], rows, str(path), Path(path).name, "")
+
+
+def _examples(
+    task: Task, rows: Sequence[tuple[int, Mapping[str, Any]]], place: str, source: str, split: str
+) -> list[Example]:
     examples = []
     for index, (number, row) in enumerate(rows):
         with located(place, number):
             prompt, response, references = task.example(row)
-        examples.append(Example(conversation(prompt, response), name, references, source, split, index))
+        examples.append(Example(conversation(prompt, response), task.name, references, source, split, index))
     return examples
 
 

@@ -29,7 +29,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """``round-000003/`` holds ``state.safetensors`` and ``checkpoint.json``; a folder under its final name is complete."""
+    """``round-000003/`` holds ``state.safetensors`` and ``checkpoint.json``; under its final name it is complete."""
 
     def __init__(self, folder: Path, identity: dict[str, Plain]) -> None:
         self.folder = folder

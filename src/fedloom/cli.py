@@ -1,0 +1,283 @@
+"""The command line. Exit code 0: done; 1: something the user can mend, said without a traceback; 2: wrong usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.version import __version__
+from fedloom.errors import ConfigError, FedloomError
+
+app = typer.Typer(
+    name="fedloom",
+    help="Federated fine-tuning of language models whose capacity is a mixture of experts.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+errors = Console(stderr=True)
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results only.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Routing = Annotated[str | None, typer.Option(help="top1, top2, …, soft or off; default: the model's own.")]
+BackboneName = Annotated[
+    str | None, typer.Option(help="Backbone name or folder, where it is not found under the recorded name.")
+]
+
+
+def spoken(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn a mistake of the user into one message and exit code 1."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except FedloomError as error:
+            errors.print("Error:", style="bold red", end=" ")
+            errors.print(str(error), markup=False, highlight=False)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            errors.print("\nStopped. A run goes on where it was with --resume.")
+            raise typer.Exit(1) from None
+
+    return wrapper
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+@spoken
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Folder for the run.")] = Path("quickstart"),
+    backbone: Annotated[str, typer.Option(help="Backbone: smollm2-135m, or tiny for a look in a minute.")] = (
+        "smollm2-135m"
+    ),
+    resume: Annotated[bool, typer.Option(help="Go on with an interrupted run in --out.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """FedWeave on real text with a real pretrained model, on a CPU, in minutes."""
+    from fedloom.quickstart import explain, quickstart_config
+
+    config = quickstart_config(backbone)
+    metrics = _run(config, out, resume, quiet)
+    if not quiet:
+        explain(console, out, metrics)
+
+
+@app.command("run")
+@spoken
+def run_command(
+    config: Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a value: section.key=value. May be repeated.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a method from a configuration: model, metrics, report and checkpoints."""
+    from fedloom.config import load_config
+    from fedloom.quickstart import explain
+
+    metrics = _run(load_config(config, overrides or []), out, resume, quiet)
+    if not quiet:
+        explain(console, out, metrics)
+
+
+def _run(config: Any, out: Path, resume: bool, quiet: bool) -> dict[str, Any]:
+    from fedloom.experiment import run
+    from fedloom.terminal import TerminalObserver
+
+    with TerminalObserver(console, quiet).shown() as observer:
+        return run(config, out, resume=resume, observer=observer)
+
+
+@app.command()
+@spoken
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Model folder.", show_default=False)],
+    task: Annotated[list[str], typer.Option("--task", help="NAME=FILE.jsonl; may be repeated.", show_default=False)],
+    routing: Routing = None,
+    backbone: BackboneName = None,
+    loss_only: Annotated[bool, typer.Option(help="Skip generation.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure loss and score of a trained model on files of rows."""
+    from fedloom.model import evaluate_files
+    from fedloom.terminal import TerminalObserver
+
+    files = dict(_named_file(item) for item in task)
+    with TerminalObserver(console, quiet or as_json).shown() as observer:
+        result = evaluate_files(
+            model, files, routing=routing, backbone=backbone, generate=not loss_only, observer=observer
+        )
+    if as_json:
+        _print_json(result)
+        return
+    table = Table(title=f"{model} · {result['routing']}")
+    for heading in ("task", "examples", "loss", "score"):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for name in [*files, "macro"]:
+        score = result["score"].get(name)
+        table.add_row(
+            name,
+            str(result["examples"].get(name, "")),
+            _number(result["loss"][name]),
+            _number(score),
+        )
+    console.print(table)
+
+
+def _named_file(item: str) -> tuple[str, Path]:
+    name, equals, path = item.partition("=")
+    if not equals or not name or not path:
+        raise ConfigError(f"--task {item!r} is not of the form NAME=FILE.jsonl.")
+    return name, Path(path)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+@app.command()
+@spoken
+def generate(
+    model: Annotated[Path, typer.Argument(help="Model folder.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="What to ask.", show_default=False)],
+    routing: Routing = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of the answer.")] = 128,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the gate of each expert, too.")] = False,
+    backbone: BackboneName = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Answer a prompt with a trained model."""
+    from fedloom.model import load_model
+
+    loaded = load_model(model, backbone=backbone)
+    answer = loaded.generate(prompt, routing=routing, max_new_tokens=max_new_tokens)
+    gates = loaded.gates([prompt])[0].tolist()
+    if as_json:
+        _print_json({"prompt": prompt, "text": answer, "routing": routing or loaded.routing, "gates": gates})
+        return
+    console.print(answer, markup=False, highlight=False)
+    if explain:
+        table = Table(title=f"gates ({routing or loaded.routing})")
+        table.add_column("expert", justify="right")
+        table.add_column("gate", justify="right")
+        table.add_column("")
+        table.add_column("learnt from")
+        for m, gate in enumerate(gates):
+            known = loaded.about["experts"][m]
+            source = f"{len(known.get('buckets', {}))} clients, {known.get('examples', 0)} examples" if known else ""
+            table.add_row(str(m), f"{gate:.3f}", "█" * round(20 * gate), source)
+        console.print(table)
+
+
+@app.command()
+@spoken
+def methods(as_json: AsJson = False) -> None:
+    """List the methods: paper, what is aggregated, what stays local, exactness."""
+    from fedloom.methods import METHODS
+
+    rows: dict[str, dict[str, Any]] = {
+        name: {
+            "title": kind.title,
+            "paper": kind.paper,
+            "aggregated": kind.aggregated,
+            "local": kind.local_only,
+            "exact": kind.exact,
+            "rank": kind.default_rank,
+            "options": {key: field.default for key, field in kind.Options.model_fields.items()},
+        }
+        for name, kind in METHODS.items()
+    }
+    if as_json:
+        _print_json(rows)
+        return
+    table = Table("name", "method", "paper", "aggregated", "stays with the client", "exact average")
+    for name, row in rows.items():
+        table.add_row(name, row["title"], row["paper"], row["aggregated"], row["local"], row["exact"])
+    console.print(table)
+
+
+@app.command()
+@spoken
+def budget(
+    backbone: Annotated[str, typer.Option(help="llama-3.2-3b, gemma-2-2b, smollm2-135m, tiny, or a model folder.")],
+    method: Annotated[str, typer.Option(help="A method's name.")] = "fedweave",
+    experts: Annotated[int, typer.Option(min=1, help="Number of experts.")] = 4,
+    rank: Annotated[int | None, typer.Option(min=1, help="Rank per expert; default: the method's own.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count parameters and bytes from the architecture alone; nothing is downloaded."""
+    from fedloom.budget import budget as count
+
+    found = count(backbone, method, experts, rank)
+    if as_json:
+        _print_json(found.to_plain())
+        return
+    table = Table(title=f"{method} on {backbone}: {found.experts} × rank {found.rank}", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for label, value in (
+        ("LoRA parameters", found.lora),
+        ("router parameters", found.router),
+        ("total trainable parameters", found.total),
+        ("bytes per round and direction (float32, at most)", found.round_bytes),
+        ("signature values per bucket", found.signature),
+        ("signature bytes per bucket", 4 * found.signature),
+        ("frozen backbone parameters", found.backbone_parameters),
+    ):
+        table.add_row(label, f"{value:,}")
+    console.print(table)
+
+
+@app.command()
+@spoken
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Files of rows.", show_default=False)],
+    backbone: Annotated[str | None, typer.Option(help="Count tokens with this backbone's tokenizer.")] = None,
+    max_length: Annotated[int, typer.Option(min=8, help="The most tokens of an example.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """Look through data before a run; only counts are printed."""
+    from fedloom.backbones.load import load_tokenizer
+    from fedloom.data.preflight import check_file
+
+    tokenizer = load_tokenizer(backbone) if backbone else None
+    reports = [check_file(path, tokenizer, max_length) for path in files]
+    if as_json:
+        _print_json([report.to_plain() for report in reports])
+        return
+    for report in reports:
+        console.print(str(report), markup=False, highlight=False)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

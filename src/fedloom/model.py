@@ -1,0 +1,201 @@
+"""A trained mixture, loaded from its folder: it answers, explains its gates, and can be measured on files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+
+from fedloom.adapters.peft_io import load_expert
+from fedloom.adapters.state import place_expert
+from fedloom.backbones.features import prompt_features
+from fedloom.backbones.load import cache_dir, load_backbone
+from fedloom.data.sources import Example
+from fedloom.data.tasks import read_task_file
+from fedloom.data.tokenize import encode, encode_prompt, end_token_id, tokenizer_hash
+from fedloom.errors import ConfigError, ModelFolderError
+from fedloom.evaluation.generate import greedy
+from fedloom.evaluation.losses import loss_per_task
+from fedloom.evaluation.scores import score_tasks
+from fedloom.export import FORMAT
+from fedloom.runtime.client import Rows, Workbench
+from fedloom.runtime.events import Observer
+from fedloom.types import AdapterSpec, Plain, Tensors
+
+
+@dataclass
+class LoadedModel:
+    """A trained mixture on its backbone, ready to answer.
+
+    Attributes:
+        about: the content of ``fedloom.json``.
+        bench: backbone and graft.
+    """
+
+    about: dict[str, Any]
+    bench: Workbench
+
+    @property
+    def routing(self) -> str:
+        return str(self.about["routing"])
+
+    def gates(self, prompts: Sequence[str]) -> torch.Tensor:
+        """Return the softmax gate of every expert for each prompt, (n, M); ones for a model with one expert."""
+        gates, _ = self._route([self._encode(p) for p in prompts], "soft")
+        return gates
+
+    def generate(
+        self, prompt: str | Sequence[str], *, routing: str | None = None, max_new_tokens: int = 128
+    ) -> str | list[str]:
+        """Answer one prompt, or a list of prompts, by greedy decoding.
+
+        Args:
+            prompt: the user's message, or several.
+            routing: ``top1`` (only the best expert is active), ``top2``…, ``soft``, or ``off`` for the bare backbone;
+                default as the model folder says.
+            max_new_tokens: the most tokens of an answer.
+        """
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        ids = [self._encode(text) for text in texts]
+        _, chosen = self._route(ids, routing or self.routing)
+        tokenizer = self.bench.backbone.tokenizer
+        answers = greedy(self.bench, ids, chosen, max_new_tokens, [end_token_id(tokenizer)])
+        decoded = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
+        return decoded[0] if isinstance(prompt, str) else decoded
+
+    def _encode(self, text: str) -> list[int]:
+        if not text.strip():
+            raise ConfigError("the prompt is empty.")
+        return encode_prompt([("user", text)], self.bench.backbone.tokenizer)
+
+    @torch.no_grad()
+    def _route(self, ids: Sequence[Sequence[int]], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        grafted, backbone = self.bench.grafted, self.bench.backbone
+        if grafted.router is None:
+            features = torch.zeros(len(ids), backbone.hidden_size)
+        else:
+            with grafted.routing(None):
+                features = prompt_features(backbone, ids)
+        features = features.to(backbone.device)
+        gates = grafted.route(features, "soft")
+        assert gates is not None
+        return gates, grafted.route(features, mode)
+
+
+def load_model(
+    folder: str | Path, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto"
+) -> LoadedModel:
+    """Load a model folder.
+
+    Args:
+        folder: what ``fedloom run`` wrote to ``model/``.
+        backbone: name or path of the backbone where it is not found under the recorded name.
+        dtype: see ``load_backbone``.
+        device: see ``load_backbone``.
+
+    Raises:
+        ModelFolderError: something is missing, or the backbone is not the one the model was trained on.
+    """
+    folder = Path(folder)
+    about = _read_about(folder)
+    recorded = about["backbone"]
+    loaded = load_backbone(backbone or recorded["name"], dtype=dtype, device=device)
+    if loaded.hash != recorded["hash"] and dtype == "auto" and loaded.device.type == "cpu":
+        raise ModelFolderError(
+            f"{folder} was trained on {recorded['name']!r} with hash {recorded['hash'][:12]}…, but the backbone found "
+            f"has hash {loaded.hash[:12]}…. Give the right one with --backbone."
+        )
+    if tokenizer_hash(loaded.tokenizer) != recorded["tokenizer_hash"]:
+        raise ModelFolderError(f"{folder} was trained with another tokenizer than {loaded.name!r} has.")
+    spec = AdapterSpec.from_plain(about["adapter"])
+    bench = Workbench(loaded, spec, cache_dir())
+    tensors: Tensors = {}
+    for m in range(spec.experts):
+        expert, fields = load_expert(folder / "experts" / str(m), bench.grafted.shapes)
+        if fields["r"] != spec.rank or fields["lora_alpha"] != spec.alpha:
+            raise ModelFolderError(
+                f"{folder / 'experts' / str(m)} has rank {fields['r']} and alpha {fields['lora_alpha']}, but "
+                f"fedloom.json says {spec.rank} and {spec.alpha:g}."
+            )
+        tensors |= place_expert(expert, m)
+    if spec.router_hidden:
+        try:
+            router = load_tensors((folder / "router.safetensors").read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise ModelFolderError(f"{folder / 'router.safetensors'} cannot be read: {error}.") from error
+        tensors |= {f"router/{name}": tensor for name, tensor in router.items()}
+    bench.load(tensors, spec)
+    bench.grafted.eval()
+    return LoadedModel(about, bench)
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    path = folder / "fedloom.json"
+    if not path.is_file():
+        raise ModelFolderError(f"{folder} is not a fedloom model: it has no fedloom.json.")
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFolderError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        found = about.get("format") if isinstance(about, dict) else None
+        raise ModelFolderError(f"{path} has format {found!r}; this version of fedloom reads {FORMAT}.")
+    if missing := {"backbone", "adapter", "routing", "experts"} - about.keys():
+        raise ModelFolderError(f"{path} lacks {', '.join(sorted(missing))}.")
+    return about
+
+
+def evaluate_files(
+    folder: str | Path,
+    files: Mapping[str, str | Path],
+    *,
+    routing: str | None = None,
+    backbone: str | None = None,
+    generate: bool = True,
+    observer: Observer | None = None,
+) -> dict[str, Plain]:
+    """Measure a model folder on files of rows.
+
+    Args:
+        folder: the model.
+        files: task name → file. Rows of a known task may have its own fields; all may have prompt and response.
+        routing: default the model's own.
+        backbone: see ``load_model``.
+        generate: also generate and score.
+        observer: told of progress.
+
+    Returns:
+        ``routing``, ``examples``, ``loss`` and ``score`` per task, with ``macro``.
+    """
+    observer = observer or Observer()
+    model = load_model(folder, backbone=backbone)
+    mode = routing or model.routing
+    tokenizer = model.bench.backbone.tokenizer
+    rows: dict[str, Rows] = {}
+    examples: dict[str, list[Example]] = {}
+    for task, path in files.items():
+        found = read_task_file(task, path)
+        kept, report = encode(found, tokenizer)
+        if report.kept < len(found):
+            observer.say(f"{task}: {report.summary()}.")
+        rows[task], examples[task] = Rows(kept), [found[e.index] for e in kept]
+    count = sum(map(len, rows.values()))
+    observer.phase("features", count)
+    if model.bench.grafted.router is not None:
+        for task in rows.values():
+            task.features(model.bench, observer.advance)
+    observer.phase("evaluation", count * (2 if generate else 1))
+    losses = loss_per_task(model.bench, rows, mode, observer.advance)
+    scores = score_tasks(model.bench, rows, examples, mode, observer.advance)[0] if generate else {}
+    return {
+        "routing": mode,
+        "examples": {task: len(r) for task, r in rows.items()},
+        "loss": losses,
+        "score": scores,
+    }

@@ -1,0 +1,112 @@
+"""The quickstart's configuration, and the words at the end of a run: what happened and what to type next."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.config import Config, parse_config
+from fedloom.types import Plain
+
+TASKS = ("gsm8k", "arc_challenge", "tweet_eval_sentiment", "text_edit")
+
+
+def quickstart_config(backbone: str) -> Config:
+    """Return FedWeave on the packaged rows: three clients that mix four tasks, sized for minutes on two cores."""
+    return parse_config(
+        {
+            "seed": 7,
+            "method": {"name": "fedweave", "warmup_steps": 4, "warmup_batch": 4},
+            "backbone": {"name": backbone},
+            "data": {
+                "benchmark": {
+                    "tasks": list(TASKS),
+                    "root": str(files("fedloom") / "assets" / "quickstart"),
+                    "clients": 3,
+                    "alpha": 1.0,
+                    "train": 24,
+                    "val": 0,
+                    "test": 6,
+                }
+            },
+            "federation": {"rounds": 3},
+            # Ten times the paper's rates: the paper takes 200 local steps, this run 15.
+            "training": {"steps": 5, "batch_size": 4, "lr": 1e-3, "router_lr": 1e-3},
+            "evaluation": {"routing": ["top1", "soft"], "generate_before": True},
+        },
+        where="quickstart",
+    )
+
+
+def explain(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
+    """Say what a run found and did, in words and two tables."""
+    alignment = metrics.get("alignment")
+    if alignment:
+        _explain_buckets(console, alignment)
+    if metrics.get("routing"):
+        _explain_scores(console, metrics)
+    if metrics.get("routing_matrix"):
+        _explain_routing(console, metrics["routing_matrix"])
+    console.print(f"\nDone in {metrics['seconds'] / 60:.1f} minutes.", style="bold", highlight=False)
+    console.print(f"  model   {out / 'model'}", markup=False, highlight=False)
+    console.print(f"  report  {out / 'report.html'}  (open it in a browser)", markup=False, highlight=False)
+    console.print("\nNext:", style="bold")
+    question = "Sam has 3 boxes of 4 pens and gives 5 pens away. How many are left?"
+    console.print(f'  fedloom generate {out / "model"} --explain --prompt "{question}"', markup=False, highlight=False)
+    console.print(f"  fedloom evaluate {out / 'model'} --task mine=FILE.jsonl", markup=False, highlight=False)
+
+
+def _explain_buckets(console: Console, alignment: dict[str, Plain]) -> None:
+    clients = alignment["clients"]
+    buckets = sum(len(found["buckets"]) for found in clients.values())
+    experts = 1 + max(bucket["expert"] for found in clients.values() for bucket in found["buckets"])
+    console.print(
+        f"\nEach client sorted its own examples, without labels: {buckets} buckets in {len(clients)} clients. The "
+        f"server matched them into {experts} experts. (Purity against the hidden task names: "
+        f"{alignment['local']['purity']:.2f} in buckets, {alignment['global']['purity']:.2f} in experts.)",
+        highlight=False,
+    )
+    if len(clients) > 6:
+        return
+    table = Table("client", "bucket", "examples", "shares expert", "what is in it (hidden from training)")
+    for name, found in clients.items():
+        for c, bucket in enumerate(found["buckets"]):
+            inside = ", ".join(f"{count} {task}" for task, count in bucket["tasks"].items())
+            table.add_row(name if c == 0 else "", str(c), str(bucket["examples"]), str(bucket["expert"]), inside)
+    console.print(table)
+
+
+def _explain_scores(console: Console, metrics: dict[str, Plain]) -> None:
+    mode, after = next(iter(metrics["routing"].items()))
+    before = metrics.get("before") or {}
+    bare, start = before.get("loss_backbone", {}), before.get("loss", {})
+    scores, old_scores = after.get("score", {}), before.get("score", {})
+    table = Table(title=f"Test rows, {mode} routing")
+    for heading in ("task", "loss: backbone", "before round 1", "after", "score: backbone", "after"):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for task in after["loss"]:
+        table.add_row(
+            task,
+            *(_number(values.get(task)) for values in (bare, start, after["loss"], old_scores, scores)),
+            style="bold" if task == "macro" else None,
+        )
+    console.print(table)
+
+
+def _explain_routing(console: Console, matrix: dict[str, Plain]) -> None:
+    experts = len(next(iter(matrix.values()))["gate"])
+    table = Table(title="Where the router sends each task (share of test rows; mean gate in brackets)")
+    table.add_column("task")
+    for m in range(experts):
+        table.add_column(f"expert {m}", justify="right")
+    for task, row in matrix.items():
+        cells = [f"{share:.0%} ({gate:.2f})" for share, gate in zip(row["top1"], row["gate"], strict=True)]
+        table.add_row(task, *cells)
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

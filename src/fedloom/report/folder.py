@@ -1,0 +1,98 @@
+"""Reading a run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedloom.errors import DataError
+from fedloom.runtime.events import RoundLog
+from fedloom.runtime.wire import decode_state
+from fedloom.types import Plain
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A group of similar examples inside one client, and the expert that it trains.
+
+    Attributes:
+        examples: how many.
+        expert: index of the expert.
+        tasks: task → examples, where labels were there to audit with.
+    """
+
+    examples: int
+    expert: int
+    tasks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What the files of a run say.
+
+    Attributes:
+        out: the folder.
+        config: ``config.yaml``.
+        manifest: ``manifest.json``.
+        rounds: the lines of ``rounds.jsonl``; the first is round 0, before any training.
+        metrics: ``metrics.json``.
+        buckets: client → its buckets; empty for a method without buckets.
+    """
+
+    out: Path
+    config: dict[str, Plain]
+    manifest: dict[str, Plain]
+    rounds: list[dict[str, Plain]]
+    metrics: dict[str, Plain]
+    buckets: dict[str, list[Bucket]]
+
+
+def read_run(out: Path) -> RunFolder:
+    """Read a run folder.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+    """
+    metrics = _read(out / "metrics.json", json.loads)
+    rounds = _read(out / "rounds.jsonl", lambda _: RoundLog(out / "rounds.jsonl").read())
+    if not rounds:
+        raise DataError(f"{out / 'rounds.jsonl'} holds no round. Run it again with --resume.")
+    return RunFolder(
+        out,
+        _read(out / "config.yaml", yaml.safe_load),
+        _read(out / "manifest.json", json.loads),
+        rounds,
+        metrics,
+        _buckets(out, metrics),
+    )
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}. A report needs a finished run; finish it with --resume."
+        ) from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} is damaged: {error}. Run it again with --resume.") from error
+
+
+def _buckets(out: Path, metrics: dict[str, Plain]) -> dict[str, list[Bucket]]:
+    """Return the audited buckets; without labels, the sizes in the newest checkpoint."""
+    alignment = metrics.get("alignment")
+    if alignment:
+        return {client: [Bucket(**b) for b in found["buckets"]] for client, found in alignment["clients"].items()}
+    states = sorted((out / "checkpoints").glob("round-*/state.safetensors"))
+    if metrics["experts"] == 1 or not states:
+        return {}
+    values = decode_state(states[-1].read_bytes()).values
+    return {
+        client: [Bucket(n, m, {}) for n, m in zip(values["sizes"][client], experts, strict=True)]
+        for client, experts in sorted(values.get("assignment", {}).items())
+    }
