@@ -48,9 +48,8 @@ class TaskResult:
 
     @property
     def trend(self) -> str:
-        if self.bare is None or self.loss is None or self.bare == self.loss:
-            return ""
-        return "better" if self.loss < self.bare else "worse"
+        """``better`` or ``worse`` where the loss moved by as much as ``change`` shows."""
+        return {"−": "better", "+": "worse"}.get(self.change[:1], "")
 
 
 @dataclass
@@ -73,7 +72,7 @@ def page_contents(run: RunFolder) -> dict[str, Any]:
     method = METHODS[run.config["method"]["name"]]
     clients = client_facts(run)
     tasks, macro = results(run)
-    rounds = run.rounds[1:]
+    rounds, default_routing = run.rounds[1:], run.config["evaluation"]["routing"][0]
     exchanges = [r for r in run.rounds if "bytes_up" in r]
     return {
         "method": method,
@@ -82,12 +81,14 @@ def page_contents(run: RunFolder) -> dict[str, Any]:
         "rounds": rounds,
         "log": run.rounds,
         "experts": run.metrics["experts"],
+        "client_count": len(clients) or len(known_clients(run)),
         "examples": sum(c.examples for c in clients),
         "clients": clients,
         "tasks": tasks,
         "macro": macro,
         "start_differs": any(t.start != t.bare for t in tasks),
-        "default_routing": run.config["evaluation"]["routing"][0],
+        "default_routing": default_routing,
+        "generation_seconds": run.metrics.get("routing", {}).get(default_routing, {}).get("generation_seconds"),
         "routings": routing_table(run, tasks),
         "routing_words": routing_words,
         "matrix": run.metrics.get("routing_matrix") or {},
@@ -101,7 +102,7 @@ def page_contents(run: RunFolder) -> dict[str, Any]:
         "bytes_up": sum(r["bytes_up"] for r in exchanges),
         "bytes_down": sum(r["bytes_down"] for r in exchanges),
         "troubles": troubles(run),
-        "left_out": left_out_clients(run, clients),
+        "left_out": left_out_clients(run, clients) if exchanges else [],
         "seconds": run.metrics["seconds"],
         "facts": facts(run),
         "commands": commands(run, [t.name for t in tasks]),
@@ -190,11 +191,11 @@ def routing_words(mode: str) -> str:
 
 
 def routing_table(run: RunFolder, tasks: list[TaskResult]) -> dict[str, Any] | None:
-    """Return loss and score under every routing, row by row; None without test sets."""
-    routing = run.metrics.get("routing")
-    if not routing:
-        return None
+    """Return loss and score under every routing, row by row; None where there are not two to compare."""
+    routing = run.metrics.get("routing", {})
     modes = list(routing)
+    if len(modes) < 2:
+        return None
     return {
         "modes": modes,
         "scored": all("score" in routing[mode] for mode in modes),
@@ -236,15 +237,19 @@ def troubles(run: RunFolder) -> list[tuple[str, str, str]]:
     return [(client, spans(rounds), what) for (client, what), rounds in sorted(found.items())]
 
 
+def known_clients(run: RunFolder) -> list[str]:
+    """Return the names of all clients that stand in the data."""
+    data = run.manifest["data"]
+    return sorted(data["mix"] if "mix" in data else run.config["data"]["clients"])
+
+
 def left_out_clients(run: RunFolder, clients: list[ClientFacts]) -> list[tuple[str, str]]:
     """Return clients that stand in the data but in no round, and why."""
-    data = run.manifest["data"]
-    known = data["mix"] if "mix" in data else run.config["data"]["clients"]
     seen = {c.name for c in clients} | {name for r in run.rounds for name in r.get("absent", [])}
-    empty = set(data.get("empty_clients", []))
+    empty = set(run.manifest["data"].get("empty_clients", []))
     drawn = "was given no example by the draw"
     other = "has no usable example, or was never sampled"
-    return [(name, drawn if name in empty else other) for name in sorted(set(known) - seen)]
+    return [(name, drawn if name in empty else other) for name in known_clients(run) if name not in seen]
 
 
 def facts(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -257,7 +262,7 @@ def facts(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
         ("method", f"{method.title} ({method.paper})" if method.paper else method.title),
         *((f"method.{key}", str(value)) for key, value in options.items()),
         ("aggregated", method.aggregated),
-        ("stays with the client", f"examples; {method.local_only}"),
+        ("stays with the client", "its text" + ("" if method.local_only == "nothing" else f"; {method.local_only}")),
         ("participation", f"{federation['participation']:.0%} of the clients each round"),
         ("quarantine", f"updates beyond {federation['norm_factor']:g} × the round's lower median norm"),
         ("local training", f"{training['steps']} steps of {training['batch_size']} examples, AdamW"),
@@ -267,19 +272,18 @@ def facts(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
     ]
     hardware = machine["gpu"] or machine["cpu_capability"]
     identity = [
-        ("seed", str(manifest["seed"])),
-        ("backbone", backbone["name"]),
-        ("backbone hash", backbone["hash"]),
+        ("name", backbone["name"]),
+        ("hash", backbone["hash"]),
         ("tokenizer hash", backbone["tokenizer_hash"]),
-        *data_facts(manifest["data"]),
     ]
+    data = [("seed", str(manifest["seed"])), *data_facts(manifest["data"])]
     software = [
         ("fedloom", manifest["fedloom"]),
         ("Python", manifest["python"]),
         *manifest["packages"].items(),
         ("machine", f"{machine['processor']}, {hardware}, {plural(machine['threads'], 'thread')}"),
     ]
-    return [("Protocol", protocol), ("Identity", identity), ("Software and machine", software)]
+    return [("Protocol", protocol), ("Data", data), ("Backbone", identity), ("Software and machine", software)]
 
 
 def data_facts(data: dict[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -24,7 +24,6 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", FIRST: "--accent", 
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "fedloom",
     "svg.fonttype": "none",
-    "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
@@ -55,8 +54,12 @@ def loss_curve(name: str, title: str, points: Points, baseline: float | None) ->
         if baseline is not None and math.isfinite(baseline):
             axes.axhline(baseline, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
         axes.plot(*_finite(points), color=FIRST, linewidth=2, marker="o", markersize=3.5)
+        low, high = axes.get_ylim()
+        # A curve that hardly moves must not look as if it did: the axis spans 2 % of the loss at least.
+        room = max(0.0, 0.01 * abs(low + high) - (high - low)) / 2
+        axes.set_ylim(low - room, high + room)
 
-    return _inline(name, title, (3.5, 1.55), draw)
+    return _inline(name, title, (2.7, 1.4), draw, font=9.5)
 
 
 def training_curve(name: str, title: str, mean: Points, clients: Mapping[str, Points]) -> Markup:
@@ -64,7 +67,8 @@ def training_curve(name: str, title: str, mean: Points, clients: Mapping[str, Po
 
     def draw(axes: Axes) -> None:
         for points in clients.values():
-            axes.plot(*_finite(points), color=MUTED, linewidth=0.8, alpha=0.45, marker=".", markersize=2)
+            marker = "." if len(points) == 1 else None  # a line of one point is invisible
+            axes.plot(*_finite(points), color=MUTED, linewidth=0.8, alpha=0.45, marker=marker)
         axes.plot(*_finite(mean), color=FIRST, linewidth=2.2, marker="o", markersize=3.5)
 
     return _inline(name, title, (4.4, 2.3), draw)
@@ -96,7 +100,7 @@ def heat_map(matrix: Mapping[str, Mapping[str, Sequence[float]]], kind: str) -> 
     tasks = list(matrix)
     experts = len(next(iter(matrix.values()))["gate"])
     style = STYLE | {"axes.grid": False, "axes.edgecolor": "white", "xtick.major.size": 0, "axes.spines.bottom": False}
-    style |= {f"{axis}tick.{key}": "#333333" for axis in "xy" for key in ("color", "labelcolor")}
+    style |= {"font.size": 9} | {f"{axis}tick.{key}": "#333333" for axis in "xy" for key in ("color", "labelcolor")}
     with rc_context(style):
         figure = Figure(figsize=(2.6 + 2 * max(0.62 * experts, 1.7), 1.1 + 0.42 * len(tasks)), layout="constrained")
         figure.set_facecolor("white")
@@ -104,14 +108,16 @@ def heat_map(matrix: Mapping[str, Mapping[str, Sequence[float]]], kind: str) -> 
             figure.subplots(1, 2, sharey=True), (("gate", "mean gate"), ("top1", "share sent to it (top-1)"))
         ):
             values = [list(matrix[task][key]) for task in tasks]
-            axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-            axes.set_title(title, color="#111111", fontsize=9)
-            axes.set_xticks(range(experts), [f"E{m}" for m in range(experts)])
-            axes.set_yticks(range(len(tasks)), [visible(task) for task in tasks])
+            centres = (range(experts), range(len(tasks)))
+            axes.pcolormesh(*centres, values, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=2)
+            axes.set_title(title, color="#111111", fontsize=10)
+            axes.set_xticks(centres[0], [f"E{m}" for m in centres[0]])
+            axes.set_yticks(centres[1], [visible(task) for task in tasks])
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
-                    colour = "white" if value > 0.6 else "#111111"
+                    colour = "white" if value > 0.65 else "#111111"
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axes.invert_yaxis()  # shared: the first task on top
         return _saved(figure, kind)
 
 
@@ -121,15 +127,17 @@ def _finite(points: Points) -> tuple[list[int], list[float]]:
     return [r for r, _ in there], [v for _, v in there]
 
 
-def _inline(name: str, title: str, inches: tuple[float, float], draw: Any) -> Markup:
-    with rc_context(STYLE):
+def _inline(
+    name: str, title: str, inches: tuple[float, float], draw: Callable[[Axes], None], font: float = 9
+) -> Markup:
+    with rc_context(STYLE | {"font.size": font}):
         figure = Figure(figsize=inches, layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
         draw(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, min_n_ticks=3))
         axes.margins(x=0.03)
         axes.set_xlabel("round")
         svg = _saved(figure, "svg").decode()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 MISSING = "–"
 
 
@@ -19,15 +21,16 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def whole(value: int | None) -> str:
-    """Format an integer with thin spaces between thousands."""
-    return MISSING if value is None else f"{value:,}".replace(",", "\u2009")
+    """Format an integer with commas between thousands."""
+    return MISSING if value is None else f"{value:,}"
 
 
 def change(before: float | None, after: float | None) -> str:
     """Return the relative change, ``−12.3 %``; empty where there is nothing to compare."""
     if before is None or after is None or before == 0 or not math.isfinite(before * after):
         return ""
-    return f"{100 * (after - before) / abs(before):+.1f}\u2009%".replace("-", "−")
+    text = f"{100 * (after - before) / abs(before):+.1f}"
+    return ("0.0" if float(text) == 0 else text.replace("-", "−")) + "\u2009%"
 
 
 def size(count: float) -> str:
@@ -60,6 +63,11 @@ def visible(name: Any) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in str(name))
 
 
+def breakable(name: Any) -> Markup:
+    """Return ``visible`` as markup that may be broken after an underscore."""
+    return Markup("_<wbr>").join(visible(name).split("_"))
+
+
 def spans(rounds: Iterable[int]) -> str:
     """``[1, 2, 3, 7]`` → ``1–3, 7``."""
     found: list[list[int]] = []
@@ -77,5 +85,5 @@ def listed(items: Sequence[str]) -> str:
 
 
 FILTERS: dict[str, Callable[..., str]] = {
-    f.__name__: f for f in (number, whole, size, duration, plural, visible, spans, listed)
+    f.__name__: f for f in (number, whole, size, duration, plural, visible, breakable)
 }

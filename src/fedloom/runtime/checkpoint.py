@@ -49,7 +49,8 @@ class CheckpointFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=self.folder, prefix=".partial-"))
         write_atomic(partial / "state.safetensors", encode_state(checkpoint.state))
-        write_json(partial / "checkpoint.json", {"identity": self.identity, "memories": checkpoint.memories})
+        memories = dict(sorted(checkpoint.memories.items()))  # not in the order in which clients answered
+        write_json(partial / "checkpoint.json", {"identity": self.identity, "memories": memories})
         partial.rename(self.path(checkpoint.state.round))
         sync_folder(self.folder)
         for old in self.rounds()[:-KEEP]:

@@ -1,0 +1,213 @@
+"""What holds for a round of any method, whoever the clients are."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedloom.backbones.load import parameter_hash
+from fedloom.errors import RoundError
+from fedloom.methods.base import Method
+from fedloom.runtime.events import Observer
+from fedloom.runtime.loop import Receipt, sample_cohort
+from fedloom.runtime.memory import MemoryFolder
+from fedloom.runtime.wire import decode, decode_state, encode_order, encode_state
+from fedloom.types import Client, Order, Reply, State
+from small_world import SECRET, TRAINING, Wire, World, outcome, same, without_seconds
+
+
+class Shuffled:
+    """Asks the clients in another order, and brings the answers back in a third."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.random = random.Random(3)
+
+    def exchange(self, method: Method, orders: Sequence[Order], *rest: Any) -> list[Receipt]:
+        receipts = self.inner.exchange(method, self.random.sample(orders, len(orders)), *rest)
+        return self.random.sample(receipts, len(receipts))
+
+    def committed(self, memory_versions: set[str]) -> None:
+        self.inner.committed(memory_versions)
+
+
+def test_the_order_of_clients_is_irrelevant(method: Method, tmp_path: Path) -> None:
+    straight, shuffled = World(tmp_path / "a"), World(tmp_path / "b")
+    straight.run(method)
+    shuffled.run(method, transport=Shuffled(shuffled.simulator))
+    assert outcome(straight.out) == outcome(shuffled.out)
+
+
+def test_a_reply_does_not_depend_on_who_ran_before(method: Method, recording: Any, tmp_path: Path) -> None:
+    """Each client is asked again, alone, on a backbone that nobody used; its memory is that of the recorded run."""
+    for round, orders in recording.orders.items():
+        for client, order in orders.items():
+            world = World(tmp_path / f"{round}-{client}")
+            probed = recording.world.memory.folder / f"{client}-r0.safetensors"
+            world.simulator.memory = MemoryFolder(shutil.copytree(probed.parent, tmp_path / f"memory-{round}-{client}"))
+            memories = {client: probed.name} if round and probed.is_file() else {}
+            (receipt,) = world.simulator.exchange(method, [order], memories, Observer())
+            assert receipt.path.read_bytes() == recording.replies[round][client]
+
+
+def test_backbone_hash_is_unchanged_by_a_run(method: Method, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    before = world.bench.backbone.hash
+    world.run(method)
+    assert parameter_hash(world.bench.grafted.ungraft()) == before
+
+
+def test_zero_learning_rate_is_a_fixed_point(method: Method, tmp_path: Path) -> None:
+    states: list[State] = []
+    training = replace(TRAINING, lr=0.0, router_lr=0.0, weight_decay=0.1)
+    World(tmp_path).run(method, training=training, evaluate=lambda state: states.append(state))
+    assert len(states) == 4
+    assert all(same(state.tensors, states[0].tensors) for state in states[1:])
+
+
+def test_training_moves_every_component(recording: Any) -> None:
+    """So that the fixed point above says something."""
+    first, last = recording.states[0].tensors, recording.states[recording.last].tensors
+    assert all(not torch.equal(last[name], first[name]) for name in first)
+
+
+def test_nothing_private_leaves_a_client(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    made: list[Reply] = []
+    for side in ("probe", "local"):
+        inner = getattr(type(method), side)
+
+        def spy(self: Method, client: Client, order: Order, inner: Any = inner) -> Reply:
+            made.append(inner(self, client, order))
+            return made[-1]
+
+        monkeypatch.setattr(type(method), side, spy)
+    sent: list[bytes] = []
+
+    def read(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        sent.extend(r.path.read_bytes() for r in receipts)
+        return receipts
+
+    training = replace(TRAINING, optimizer_state="keep")  # then there is something private in every round
+    world.run(method, rounds=2, training=training, transport=Wire(world.simulator, read))
+    assert len(sent) == len(made) >= 8
+    for data, reply in zip(sent, made, strict=True):
+        tensors, header = decode(data)
+        assert tensors.keys() == reply.send.keys()
+        assert header.keys() == {"client", "round", "counts", "metrics", "values"}
+        private = reply.keep.keys() | reply.keep_values.keys()
+        assert not private & (tensors.keys() | header["values"].keys() | header["metrics"].keys())
+        for forbidden in (*private, "optimizer", SECRET, SECRET.upper(), "SHOUT"):
+            assert forbidden.encode() not in data
+        # No value has one entry per example, and no tensor either.
+        size = len(world.clients[reply.client])
+        assert not any(isinstance(v, list) and len(v) == size > 2 for v in header["values"].values())
+
+
+def test_reported_bytes_are_the_encoded_bytes(method: Method, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    up: list[dict[str, int]] = []
+    down: list[dict[str, int]] = []
+
+    def measure(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        up.append({r.client: r.path.stat().st_size for r in receipts})
+        down.append({order.client: len(encode_order(order)) for order in orders})
+        return receipts
+
+    world.run(method, transport=Wire(world.simulator, measure))
+    records = [record for record in world.log.read() if "clients" in record]
+    assert len(records) == len(up)
+    for record, received, ordered in zip(records, up, down, strict=True):
+        assert {c: v["bytes_up"] for c, v in record["clients"].items()} == received
+        assert {c: v["bytes_down"] for c, v in record["clients"].items()} == ordered
+        assert record["bytes_up"] == sum(received.values())
+        assert record["bytes_down"] == sum(ordered.values())
+
+
+def test_A6_a_client_that_dies_in_a_round_is_tolerated_and_may_come_back(method: Method, tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def lose_bob_in_round_1(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        return [r for r in receipts if not (orders[0].round == 1 and r.client == "bob")]
+
+    state = world.run(method, transport=Wire(world.simulator, lose_bob_in_round_1), rounds=2, min_replies=2)
+    records = {record["round"]: record for record in world.log.read()}
+    assert records[1]["absent"] == ["bob"]
+    assert records[2]["absent"] == []
+    assert "bob" in records[2]["clients"]
+    assert state.round == 2
+
+
+def test_A6_too_few_replies_end_the_run_with_both_numbers(method: Method, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run(method, rounds=1)
+    before = outcome(tmp_path)
+
+    def lose_all_but_ann(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        return [r for r in receipts if r.client == "ann"]
+
+    with pytest.raises(RoundError, match=r"1 usable replies of 4 asked; at least 2 .*Silent: \['bob', 'cyd', 'dan'\]"):
+        world.run(method, rounds=2, transport=Wire(world.simulator, lose_all_but_ann), min_replies=2)
+    after = outcome(tmp_path)
+    assert after["log"] == before["log"]
+    assert after["checkpoints"] == before["checkpoints"]
+
+
+def test_A12_the_same_seed_gives_identical_runs(method: Method, tmp_path: Path) -> None:
+    first, second = World(tmp_path / "a"), World(tmp_path / "b")
+    first.run(method, participation=0.5)
+    second.run(method, participation=0.5)
+    assert outcome(first.out) == outcome(second.out)
+
+
+def test_A12_another_seed_gives_other_cohorts_and_other_tensors(method: Method, tmp_path: Path) -> None:
+    records, states = [], []
+    for seed in (42, 43):
+        world = World(tmp_path / str(seed), seed=seed)
+        states.append(world.run(method, participation=0.5))
+        records.append([record["cohort"] for record in world.log.read() if record["round"]])
+    assert records[0] != records[1]
+    assert all(len(cohort) == 2 for cohort in records[0] + records[1])
+    assert records[0] == [sample_cohort(["ann", "bob", "cyd", "dan"], 0.5, 42, round) for round in (1, 2, 3)]
+    assert not any(
+        torch.equal(states[0].tensors[n], states[1].tensors[n])
+        for n in states[0].tensors.keys() & states[1].tensors.keys()
+    )
+
+
+def test_states_survive_encoding(recording: Any) -> None:
+    for state in recording.states.values():
+        back = decode_state(encode_state(state))
+        assert same(back.tensors, state.tensors)
+        assert (back.round, back.spec, back.values) == (state.round, state.spec, state.values)
+        assert encode_state(back) == encode_state(state)
+
+
+def test_D9_clients_with_one_and_with_two_examples_take_part(method: Method, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run(method, rounds=2)
+    for record in world.log.read():
+        if record["round"]:
+            for client, size in (("dan", 1), ("cyd", 2)):
+                entry = record["clients"][client]
+                assert entry["examples"] == size
+                assert entry["steps"] == TRAINING.steps
+                assert entry["loss"] > 0
+            assert record["quarantined"] == {}
+
+
+def test_the_log_says_what_every_client_did(method: Method, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run(method, rounds=1)
+    record = without_seconds(world.log.read()[-1])
+    losses = {c: (v["examples"], v["loss"]) for c, v in record["clients"].items()}
+    assert {c: n for c, (n, _) in losses.items()} == {"ann": 8, "bob": 5, "cyd": 2, "dan": 1}
+    assert record["train_loss"] == pytest.approx(sum(n * loss for n, loss in losses.values()) / 16)
+    assert record["weights"]["examples"] == 16
