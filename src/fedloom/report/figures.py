@@ -21,7 +21,7 @@ INK, MUTED, LINE, FIRST, SECOND = "#010101", "#020202", "#030303", "#040404", "#
 VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", FIRST: "--accent", SECOND: "--accent-2"}
 
 #: ``svg.hashsalt`` makes element names repeatable, ``fonttype`` none keeps text as text.
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fedloom",
     "svg.fonttype": "none",
     "axes.spines.top": False,
@@ -53,7 +53,7 @@ def loss_curve(name: str, title: str, points: Points, baseline: float | None) ->
     def draw(axes: Axes) -> None:
         if baseline is not None and math.isfinite(baseline):
             axes.axhline(baseline, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
-        axes.plot(*_finite(points), color=FIRST, linewidth=2, marker="o", markersize=3.5)
+        axes.plot(*_finite(points), color=FIRST, linewidth=2, marker="o", markersize=3.5 if len(points) < 15 else 0)
         low, high = axes.get_ylim()
         # A curve that hardly moves must not look as if it did: the axis spans 2 % of the loss at least.
         room = max(0.0, 0.01 * abs(low + high) - (high - low)) / 2
@@ -69,7 +69,7 @@ def training_curve(name: str, title: str, mean: Points, clients: Mapping[str, Po
         for points in clients.values():
             marker = "." if len(points) == 1 else None  # a line of one point is invisible
             axes.plot(*_finite(points), color=MUTED, linewidth=0.8, alpha=0.45, marker=marker)
-        axes.plot(*_finite(mean), color=FIRST, linewidth=2.2, marker="o", markersize=3.5)
+        axes.plot(*_finite(mean), color=FIRST, linewidth=2.2, marker="o", markersize=3.5 if len(mean) < 15 else 0)
 
     return _inline(name, title, (4.4, 2.3), draw)
 
