@@ -18,6 +18,9 @@ from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply
 from fedloom.runtime.wire import decode_reply
 from fedloom.types import Order, Plain, Reply, Setup, State, Training
 
+#: A reason may quote what a client sent, which may be long.
+MAX_REASON = 500
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -234,7 +237,7 @@ def judge(
                 raise UpdateRejected("it counts no examples")
             check_reply(reply, method.expected(order, reply))
         except UpdateRejected as reason:
-            quarantined[receipt.client] = str(reason)
+            quarantined[receipt.client] = str(reason)[:MAX_REASON]
             continue
         norms.append(norm(reply.send))
         accepted.append((receipt, order))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 from dataclasses import asdict
 
@@ -16,6 +15,9 @@ from fedloom.types import AdapterSpec, Order, Plain, Reply, State, Tensors, Trai
 
 #: A header beyond this is refused before it is parsed.
 MAX_HEADER_BYTES = 64 << 20
+
+#: Metrics go into the log as they are, so a reply may hold only so many, of such length and size.
+MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 64, 64, 1e18
 
 
 def encode(tensors: Tensors, header: dict[str, Plain]) -> bytes:
@@ -88,9 +90,11 @@ def decode_reply(data: bytes, client: str, round: int) -> Reply:
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count < 1 << 40:
             raise UpdateRejected(f"the count of {name!r} is {count!r}, not a number of examples")
+    if len(metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in metrics):
+        raise UpdateRejected(f"its {len(metrics)} metrics are too many, or have names that are too long")
     for name, metric in metrics.items():
-        if type(metric) not in (int, float) or not math.isfinite(metric):
-            raise UpdateRejected(f"the metric {name!r} is {metric!r}, not a finite number")
+        if type(metric) not in (int, float) or not abs(metric) < MAX_METRIC:  # also false for NaN
+            raise UpdateRejected(f"the metric {name!r} is {metric!r}, not a finite number of sensible size")
     return Reply(client, tensors, counts, metrics, values)
 
 
