@@ -86,9 +86,14 @@ class Method:
             UpdateRejected: what it says of itself is impossible.
         """
         units = {component(name) for name in order.tensors}
-        sent = {unit for unit, count in reply.counts.items() if unit != "examples" and count > 0}
-        if unknown := sorted(sent - units):
+        counts = {unit: count for unit, count in reply.counts.items() if unit != "examples"}
+        if unknown := sorted(counts.keys() - units):
             raise UpdateRejected(f"counts name the unknown component {unknown[0]!r}")
+        for unit, count in counts.items():
+            if count > reply.counts["examples"]:
+                raise UpdateRejected(f"it counts {count} examples for {unit!r}, of {reply.counts['examples']} in all")
+        if not (sent := {unit for unit, count in counts.items() if count > 0}):
+            raise UpdateRejected("it counts no examples for any component")
         return {name: tuple(t.shape) for name, t in order.tensors.items() if component(name) in sent}
 
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:

@@ -130,10 +130,10 @@ class FedWeave(Method):
     # Stage 2, every round (lines 7–15).
 
     def view(self, state: State, client: str | None) -> View:
-        """Give all experts, the router and, to a client, the experts of its buckets (line 8)."""
-        values = (
-            {"assignment": state.values["assignment"][client]} if client in state.values.get("assignment", {}) else {}
-        )
+        """Give all experts, the router and, to a client, the experts and sizes of its buckets (line 8)."""
+        if client not in state.values.get("assignment", {}):
+            return View(state.tensors, state.spec)
+        values = {key: state.values[key][client] for key in ("assignment", "sizes")}
         return View(state.tensors, state.spec, values)
 
     def local(self, client: Client, order: Order) -> Reply:
@@ -144,9 +144,7 @@ class FedWeave(Method):
         client.load(order.tensors, order.spec)
         visits = schedule(sizes, order.training.steps)  # line 10
         report = client.fit([members[c] for c in visits], order.training, by_length=True)  # line 11
-        counts = {"examples": client.size, "router": client.size}
-        for c, m in enumerate(assignment):  # n_{i,m}
-            counts[f"experts/{m}"] = counts.get(f"experts/{m}", 0) + sizes[c]
+        counts = weights(assignment, sizes)
         update = subtract(client.read(), order.tensors)
         send = {name: delta for name, delta in update.items() if counts.get(component(name), 0) > 0}  # line 12
         return Reply(client.name, send, counts, {"loss": report.loss, "steps": report.steps, "tokens": report.tokens})
@@ -158,9 +156,14 @@ class FedWeave(Method):
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         if order.kind != "probe":
-            return super().expected(order, reply)
+            schema = super().expected(order, reply)
+            if reply.counts != (known := weights(order.values["assignment"], order.values["sizes"])):
+                raise UpdateRejected(f"its counts {reply.counts} are not those of its buckets at discovery, {known}")
+            return schema
+        if reply.counts.keys() != {"examples"}:
+            raise UpdateRejected(f"a probe counts 'examples' only, not {sorted(reply.counts)}")
         sizes = reply.values.get("sizes")
-        if not isinstance(sizes, list) or not all(isinstance(n, int) and n > 0 for n in sizes):
+        if not isinstance(sizes, list) or not all(type(n) is int and n > 0 for n in sizes):
             raise UpdateRejected("'sizes' is not a list of positive bucket sizes")
         if sum(sizes) != reply.counts.get("examples") or len(sizes) > self.options.max_buckets:
             raise UpdateRejected(f"{len(sizes)} buckets of {sum(sizes)} examples do not fit its counts and the limit")
@@ -173,6 +176,14 @@ class FedWeave(Method):
 def members_of(labels: list[int], count: int) -> list[list[int]]:
     """Return the example indices of each bucket."""
     return [[i for i, label in enumerate(labels) if label == c] for c in range(count)]
+
+
+def weights(assignment: list[int], sizes: list[int]) -> dict[str, int]:
+    """Return a client's weights in Eq. 4: |D_i| for the router, n_{i,m} for each expert m that it has a bucket of."""
+    counts = {"examples": sum(sizes), "router": sum(sizes)}
+    for m, size in zip(assignment, sizes, strict=True):
+        counts[f"experts/{m}"] = counts.get(f"experts/{m}", 0) + size
+    return counts
 
 
 def unprefix(send: Tensors, bucket: int) -> Tensors:
