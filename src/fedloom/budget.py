@@ -1,4 +1,4 @@
-"""Parameters and bytes of a method on an architecture, from the architecture alone: nothing is downloaded or allocated."""
+"""Parameters and bytes of a method on an architecture, from the architecture alone; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedloom.version import __version__
 from fedloom.errors import ConfigError, FedloomError
+from fedloom.version import __version__
 
 app = typer.Typer(
     name="fedloom",

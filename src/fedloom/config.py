@@ -90,8 +90,12 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one."""
+    """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
+    ``split`` says which rows of a benchmark are measured: choose rates on ``validation``, report on ``test``.
+    """
+
+    split: Literal["test", "validation"] = "test"
     every: int = Field(0, ge=0)
     routing: list[str] = Field(default_factory=lambda: ["top1", "soft"])
     generate: bool = True

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from fedloom.version import __version__
 from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import Config
@@ -38,6 +37,7 @@ from fedloom.runtime.loop import Federation, federate
 from fedloom.runtime.memory import MemoryFolder, check_client_name
 from fedloom.runtime.simulate import Simulator
 from fedloom.types import AdapterSpec, Plain, Setup, State
+from fedloom.version import __version__
 
 
 @dataclass
@@ -139,7 +139,8 @@ def load_data(config: Config, backbone: Backbone, observer: Observer) -> Data:
     if data.benchmark is not None:
         bench = data.benchmark
         drawn = build_benchmark(seed=config.seed, **bench.model_dump())
-        clients, test, record = drawn.clients, drawn.test, drawn.manifest
+        clients, record = drawn.clients, drawn.manifest
+        test = drawn.test if config.evaluation.split == "test" else drawn.validation
     else:
         left_out: dict[str, Plain] = {}
         clients = {}

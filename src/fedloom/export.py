@@ -13,7 +13,6 @@ from pathlib import Path
 
 from safetensors.torch import save as save_tensors
 
-from fedloom.version import __version__
 from fedloom.adapters.peft_io import save_expert
 from fedloom.adapters.state import pick_expert
 from fedloom.backbones.features import DEFINITION
@@ -21,6 +20,7 @@ from fedloom.data.tokenize import template_kind, tokenizer_hash
 from fedloom.files import sync_folder, write_atomic, write_json
 from fedloom.runtime.client import Workbench
 from fedloom.types import Plain, View
+from fedloom.version import __version__
 
 FORMAT = 1
 

@@ -188,8 +188,8 @@ def evaluate_files(
     count = sum(map(len, rows.values()))
     observer.phase("features", count)
     if model.bench.grafted.router is not None:
-        for task in rows.values():
-            task.features(model.bench, observer.advance)
+        for found_rows in rows.values():
+            found_rows.features(model.bench, observer.advance)
     observer.phase("evaluation", count * (2 if generate else 1))
     losses = loss_per_task(model.bench, rows, mode, observer.advance)
     scores = score_tasks(model.bench, rows, examples, mode, observer.advance)[0] if generate else {}
