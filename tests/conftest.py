@@ -1,4 +1,4 @@
-"""For every test: no network, a cache of its own, and few threads."""
+"""For every test: no network, a cache of its own, and one thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Before fedloom is imported anywhere, also by child processes.
 os.environ["FEDLOOM_CACHE"] = tempfile.mkdtemp(prefix="fedloom-test-cache-")
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1)  # small problems run fastest so; more threads wait for each other
 
 _LOCAL = {"localhost", "127.0.0.1", "::1", "", None}
 _connect, _connect_ex, _getaddrinfo = socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo

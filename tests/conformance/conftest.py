@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.runtime.loop import Receipt
 from fedloom.types import Order, State
 from small_world import Wire, World
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    """Small problems run fastest on one thread, and resumed bits need the same number of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=sorted(METHODS), scope="session")
