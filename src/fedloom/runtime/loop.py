@@ -224,13 +224,17 @@ def judge(
     Raises:
         RoundError: fewer than ``federation.min_replies`` are usable.
     """
-    receipts = sorted(receipts, key=lambda r: r.client)
+    first = {receipt.client: receipt for receipt in reversed(receipts)}  # a second answer of one client is not read
+    receipts = sorted(first.values(), key=lambda r: r.client)
     asked = {order.client: order for order in orders}
     accepted: list[tuple[Receipt, Order]] = []
     quarantined: dict[str, str] = {}
     norms: list[float] = []
     for receipt in receipts:
-        order = asked[receipt.client]
+        order = asked.get(receipt.client)
+        if order is None:
+            quarantined[receipt.client] = "it was not asked"
+            continue
         try:
             reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
             if reply.counts.get("examples", 0) == 0:
