@@ -1,0 +1,130 @@
+"""Sampling, judging, bad rows of rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.errors import RoundError
+from fedloom.methods.base import Method
+from fedloom.numerics.tree import norm
+from fedloom.runtime.loop import Federation, Receipt, judge, make_orders, sample_cohort
+from fedloom.runtime.quarantine import absurd_norms
+from fedloom.runtime.wire import encode_reply
+from fedloom.types import Order, Reply, State
+from small_world import SPEC, TRAINING, Wire, World
+
+NAMES = st.lists(st.integers(0, 99), unique=True, min_size=1, max_size=30).map(
+    lambda n: [f"c{i:02}" for i in sorted(n)]
+)
+
+
+@given(NAMES, st.floats(0.01, 1.0), st.integers(0, 5), st.integers(1, 5))
+def test_a_cohort_is_a_sorted_share_of_at_least_one(names: list[str], share: float, seed: int, round: int) -> None:
+    cohort = sample_cohort(names, share, seed, round)
+    assert cohort == sorted(set(cohort))
+    assert set(cohort) <= set(names)
+    assert len(cohort) == max(1, int(share * len(names) + 0.5))
+    assert cohort == sample_cohort(names, share, seed, round)
+
+
+def test_A12_cohorts_differ_by_round_and_by_seed_and_reach_everyone_alike() -> None:
+    names = [f"c{i}" for i in range(10)]
+    cohorts = {
+        (seed, round): tuple(sample_cohort(names, 0.3, seed, round)) for seed in range(40) for round in range(1, 26)
+    }
+    assert len({cohorts[0, r] for r in range(1, 26)}) > 15
+    assert sum(cohorts[0, r] == cohorts[1, r] for r in range(1, 26)) < 5
+    drawn = Counter(name for cohort in cohorts.values() for name in cohort)
+    # 1000 cohorts, each name in 300 of them on average, standard deviation √(1000·0.3·0.7) = 14.5.
+    assert all(abs(count - 300) < 5 * 14.5 for count in drawn.values())
+
+
+def test_full_participation_is_everyone_in_order() -> None:
+    assert sample_cohort(["a", "b", "c"], 1.0, 0, 1) == ["a", "b", "c"]
+    assert sample_cohort([], 1.0, 0, 1) == []
+
+
+def test_A10_the_norm_is_that_of_the_whole_vector() -> None:
+    """√(3² + 4² + 12²) = 13; the sum of per-tensor norms would be 5 + 12 = 17."""
+    tensors = {"a": torch.tensor([3.0, -4.0]), "b": torch.tensor([[12.0]])}
+    assert norm(tensors) == 13.0
+    assert norm(tensors) == torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors.values()])).item()
+    assert norm({"x": torch.full((1000,), 3e38)}) == pytest.approx(3e38 * 1000**0.5)
+
+
+def test_absurd_norms_by_hand() -> None:
+    assert absurd_norms([1.0, 2.0, 3.0, 201.0], 100.0) == [3]  # lower median 2: the limit is 200
+    assert absurd_norms([1.0, 2.0, 3.0, 200.0], 100.0) == []
+    assert absurd_norms([5.0, 501.0], 100.0) == [1]  # of two, the smaller judges the larger
+    assert absurd_norms([1e30], 100.0) == []
+    assert absurd_norms([0.0, 0.0, 7.0], 100.0) == []  # silence does not judge
+    assert absurd_norms([0.0, 0.0], 100.0) == []
+    assert absurd_norms([1.0, 1.0, float("inf")], 100.0) == [2]
+    assert absurd_norms([], 100.0) == []
+
+
+def receipts_of(folder: Path, sizes: dict[str, int]) -> list[Receipt]:
+    found = []
+    for client, size in sizes.items():
+        path = folder / client
+        path.write_bytes(
+            encode_reply(Reply(client, {"w": torch.ones(1)}, {"examples": size, "w": size}, {"loss": 2.0 * size}), 1)
+        )
+        found.append(Receipt(client, path, 10, 20, 0.5))
+    return found
+
+
+STATE = State(1, {"w": torch.zeros(1)}, SPEC)
+
+
+def test_judging_sorts_and_counts(tmp_path: Path) -> None:
+    method = Method()
+    orders = make_orders(method, "fit", STATE, ["c", "a", "b", "d"], TRAINING)
+    assert [order.client for order in orders] == ["a", "b", "c", "d"]
+    answers = judge(method, orders, receipts_of(tmp_path, {"c": 1, "a": 3, "b": 0}), Federation(), 1.25)
+    assert [reply.client for reply in answers.replies] == ["a", "c"]
+    assert [reply.client for reply in answers.replies] == ["a", "c"]  # twice
+    assert answers.quarantined == {"b": "it counts no examples"}
+    assert answers.absent == ["d"]
+    record = answers.record()
+    assert record["train_loss"] == (3 * 6.0 + 1 * 2.0) / 4
+    assert record["weights"] == {"examples": 4, "w": 4}
+    assert (record["bytes_up"], record["bytes_down"], record["seconds"]) == (30, 60, 1.25)
+
+
+def test_A8_too_few_replies_name_both_numbers(tmp_path: Path) -> None:
+    orders = make_orders(Method(), "fit", STATE, ["a", "b", "c"], TRAINING)
+    with pytest.raises(
+        RoundError, match=r"got 1 usable replies of 3 asked; at least 2 .*'b'.*counts no examples.*Silent: \['c'\]"
+    ):
+        judge(Method(), orders, receipts_of(tmp_path, {"a": 3, "b": 0}), Federation(min_replies=2), 0.0)
+
+
+def test_a_second_answer_of_one_client_and_one_nobody_asked_for_do_not_count(tmp_path: Path) -> None:
+    method = Method()
+    orders = make_orders(method, "fit", STATE, ["a", "b"], TRAINING)
+    receipts = receipts_of(tmp_path, {"a": 3, "b": 1})
+    uninvited = receipts_of(tmp_path, {"z": 1000})
+    answers = judge(method, orders, [*receipts, receipts[0], *uninvited], Federation(), 0.0)
+    assert [reply.client for reply in answers.replies] == ["a", "b"]
+    assert answers.record()["weights"]["examples"] == 4
+    assert answers.quarantined == {"z": "it was not asked"}
+
+
+def test_A7_a_dead_site_is_not_waited_for(tmp_path: Path) -> None:
+    """Rounds 1 to 3 without bob: each closes with the three that answered."""
+    world = World(tmp_path)
+    alive = Wire(world.simulator, lambda orders, receipts: [r for r in receipts if r.client != "bob"])
+    world.run(Method(), transport=alive, min_replies=2)
+    assert [record["absent"] for record in world.log.read()[1:]] == [["bob"]] * 3
+
+
+def test_orders_carry_the_view_and_the_training(tmp_path: Path) -> None:
+    (order,) = make_orders(Method(), "fit", STATE, ["a"], TRAINING)
+    assert order == Order("fit", "a", 1, STATE.tensors, SPEC, TRAINING, {})
