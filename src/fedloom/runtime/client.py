@@ -130,10 +130,10 @@ class LocalClient:
                     on_gradients(_values(slots), _gradients(slots))
                 if training.clip > 0:
                     nn.utils.clip_grad_norm_(parameters, training.clip, foreach=True)
-                held = [slot.value.clone() for slot in frozen] if training.weight_decay else []
+                held = [slot.value.clone() for slot in frozen]
                 optimizer.step()
-                for slot, value in zip(frozen, held, strict=False):
-                    slot.value.copy_(value)  # weight decay would move what has no gradient
+                for slot, value in zip(frozen, held, strict=True):
+                    slot.value.copy_(value)  # weight decay and kept moments move what has no gradient
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(float(loss.detach()))
                 tokens += len(batch.labels)
