@@ -155,7 +155,7 @@ def test_one_bucket_in_all_gives_one_expert() -> None:
 
 
 def test_no_signature_is_a_clear_error() -> None:
-    with pytest.raises(FedloomError, match="[Ss]ignature"):
+    with pytest.raises(FedloomError, match=r"[Ss]ignature"):
         discovered()
 
 
