@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from fedloom.errors import RoundError, UpdateRejected
+from fedloom.errors import UpdateRejected
 from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.cluster import align, bucketize, signature_distance
 from fedloom.numerics.init import router_init
 from fedloom.numerics.schedule import schedule
@@ -89,33 +90,24 @@ class FedWeave(Method):
 
     def discover(self, state: State, replies: Replies) -> State:
         """Align buckets across clients, choose M*, initialise experts and router (lines 5–6, Eq. 1 and 2)."""
-        units: list[tuple[str, int]] = []
         signatures: list[Tensors] = []
         sizes: dict[str, list[int]] = {}
         for reply in replies:
             sizes[reply.client] = reply.values["sizes"]
             for c in range(len(sizes[reply.client])):
-                units.append((reply.client, c))
                 adapter = unprefix(reply.send, c)
-                signatures.append({n: t for n, t in adapter.items() if n.endswith(".lora_B")})
-        if not units:
-            raise RoundError("no client sent a usable signature, so there is nothing to align.")
-        alignment = align(
-            signature_distance(signatures), linkage=self.options.linkage, max_experts=self.options.max_experts
-        )
-        assignment: dict[str, list[int]] = {client: [] for client in sizes}
-        for (client, _), m in zip(units, alignment.labels.tolist(), strict=True):
-            assignment[client].append(m)
+                signatures.append({name: t for name, t in adapter.items() if name.endswith(".lora_B")})
+        distance = signature_distance(signatures)  # Eq. 1
+        alignment = align(distance, linkage=self.options.linkage, max_experts=self.options.max_experts)
+        label = iter(alignment.labels.tolist())
+        assignment = {client: [next(label) for _ in sizes[client]] for client in sizes}
 
-        members = [alignment.labels.tolist().count(m) for m in range(alignment.count)]
-        tensors: Tensors = {}
-        for reply in replies:  # Eq. 2, one reply in memory at a time
+        experts = RunningMean()
+        for reply in replies:  # Eq. 2: every bucket counts the same
             for c, m in enumerate(assignment[reply.client]):
                 for name, value in unprefix(reply.send, c).items():
-                    target = name.replace("experts/0/", f"experts/{m}/", 1)
-                    share = value.double() / members[m]
-                    tensors[target] = tensors[target] + share if target in tensors else share
-        tensors = {name: tensors[name].float() for name in sorted(tensors, key=expert_order)}
+                    experts.add(name.replace("experts/0/", f"experts/{m}/", 1), value, 1.0)
+        tensors = experts.mean()
         width, hidden = self.options.router_hidden, state.values["hidden_size"]
         tensors |= router_init(hidden, width, alignment.count, generator(state.values["seed"], "router-init"))
         found = {
@@ -190,7 +182,3 @@ def unprefix(send: Tensors, bucket: int) -> Tensors:
     """Return one bucket's warm-up adapter."""
     prefix = f"buckets/{bucket}/"
     return {name.removeprefix(prefix): tensor for name, tensor in send.items() if name.startswith(prefix)}
-
-
-def expert_order(name: str) -> int:
-    return int(name.split("/")[1])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fedloom.adapters.inject import Grafted, Slot, graft
 from fedloom.backbones.features import prompt_features
+from fedloom.backbones.linear import quicken
 from fedloom.backbones.load import Backbone
 from fedloom.backbones.loss import token_losses
 from fedloom.data.tokenize import Encoded, collate
@@ -45,6 +48,7 @@ class Workbench:
 
     def __init__(self, backbone: Backbone, spec: AdapterSpec, cache: Path | None) -> None:
         self.backbone = backbone
+        quicken(backbone.model)
         self.grafted: Grafted = graft(backbone.model, spec, backbone.hidden_size)
         self.cache = cache
 
@@ -107,22 +111,13 @@ class LocalClient:
             generator(self.run_seed, "batches", purpose, self.name, self.round),
             by_length,
         )
-        pad = self.bench.backbone.tokenizer.pad_token_id
         losses: list[float] = []
         tokens = 0
         grafted.train()
         with torch.random.fork_rng(devices=_cuda_devices(self.bench.backbone.device)):
             torch.manual_seed(derive_seed(self.run_seed, "dropout", purpose, self.name, self.round))
             for indices in draws:
-                batch = collate([self.rows.encoded[i] for i in indices], pad)
-                if grafted.router is None:
-                    loss = token_losses(self.bench.backbone, batch).mean()
-                    loss.backward()
-                else:
-                    features = self.features()[indices].to(self.bench.backbone.device)
-                    with grafted.routing(grafted.route(features, "soft")):
-                        loss = token_losses(self.bench.backbone, batch).mean()
-                        loss.backward()
+                loss, labels = self._backward(indices)
                 for slot in frozen:
                     if slot.grad is not None:
                         slot.grad.zero_()
@@ -135,13 +130,35 @@ class LocalClient:
                 for slot, value in zip(frozen, held, strict=True):
                     slot.value.copy_(value)  # weight decay and kept moments move what has no gradient
                 optimizer.zero_grad(set_to_none=True)
-                losses.append(float(loss.detach()))
-                tokens += len(batch.labels)
-                self.on_step(losses[-1])
+                losses.append(loss)
+                tokens += labels
+                self.on_step(loss)
         grafted.eval()
         if training.optimizer_state == "keep":
             self.kept_optimizer = _moments(optimizer)
         return FitReport(losses, len(losses), tokens)
+
+    def _backward(self, indices: Sequence[int]) -> tuple[float, int]:
+        """Add the gradient of a mini-batch's mean token loss; return that loss and the number of supervised tokens.
+
+        On a CPU, examples of very different lengths are computed in parts, which is the same sum with less padding.
+        """
+        backbone, grafted, encoded = self.bench.backbone, self.bench.grafted, self.rows.encoded
+        parts = [list(indices)]
+        if backbone.device.type == "cpu":
+            parts = split_by_length(indices, self.rows.lengths)
+        batches = [collate([encoded[i] for i in part], backbone.tokenizer.pad_token_id) for part in parts]
+        labels = sum(len(batch.labels) for batch in batches)
+        total = 0.0
+        for part, batch in zip(parts, batches, strict=True):
+            routing: AbstractContextManager[Any] = nullcontext()
+            if grafted.router is not None:
+                routing = grafted.routing(grafted.route(self.features()[part].to(backbone.device), "soft"))
+            with routing:
+                loss = token_losses(backbone, batch).sum() / labels
+                loss.backward()
+            total += float(loss.detach())
+        return total, labels
 
     def _optimizer(self, grafted: Grafted, training: Training) -> torch.optim.AdamW:
         """Make AdamW with one rate for experts and one for the router; ``keep`` restores the client's moments."""
@@ -207,6 +224,28 @@ def draw_batches(
         for step, batch in zip(steps, drawn, strict=True):
             batches[step] = batch
     return batches
+
+
+def split_by_length(indices: Sequence[int], lengths: Sequence[int], overhead: int = 256) -> list[list[int]]:
+    """Cut a mini-batch, sorted by length, into the parts that cost least.
+
+    Args:
+        indices: examples of the mini-batch.
+        lengths: token length of every example.
+        overhead: what another part costs, in tokens: a pass has a fixed price beside the price of its padded tokens.
+    """
+    order = sorted(indices, key=lambda i: (lengths[i], i))
+    best: list[tuple[int, int]] = [(0, 0)]  # for the first k examples: least cost, and where its last part begins
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        best.append(min((best[start][0] + overhead + (end - start) * longest, start) for start in range(end)))
+    parts: list[list[int]] = []
+    end = len(order)
+    while end:
+        start = best[end][1]
+        parts.append(order[start:end])
+        end = start
+    return parts[::-1]
 
 
 def _moments(optimizer: torch.optim.AdamW) -> Tensors:
