@@ -17,7 +17,7 @@ from fedloom.types import Training
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class BackboneConfig(Section):
@@ -147,8 +147,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML in UTF-8: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(Config.model_fields)}).")
     for override in overrides:
@@ -160,11 +160,15 @@ def parse_config(plain: dict[str, Any], where: str = "configuration", base: Path
     """Check a plain mapping; see ``load_config``."""
     try:
         config = Config.model_validate(plain)
-        if config.method.name not in METHODS:
-            raise ConfigError(f"{where}: unknown method {config.method.name!r}.{nearest(config.method.name, METHODS)}")
-        METHODS[config.method.name].Options.model_validate(config.method.model_extra or {})
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e, plain, where) for e in error.errors())) from error
+        raise _explained(error, Config, (), where) from error
+    if config.method.name not in METHODS:
+        raise ConfigError(f"{where}: unknown method {config.method.name!r}.{nearest(config.method.name, METHODS)}")
+    options = METHODS[config.method.name].Options
+    try:
+        options.model_validate(config.method.model_extra or {})
+    except ValidationError as error:
+        raise _explained(error, options, ("method",), where) from error
     return config if base is None else _anchored(config, base)
 
 
@@ -190,7 +194,9 @@ def _set(plain: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r} is not of the form section.key=value.")
     *sections, last = key.split(".")
     for section in sections:
-        inner = plain.setdefault(section, {})
+        if plain.get(section) is None:  # absent, or a heading with nothing below it
+            plain[section] = {}
+        inner = plain[section]
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {override!r}: {section!r} is not a section.")
         plain = inner
@@ -200,21 +206,26 @@ def _set(plain: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
 
 
-def _explain(error: Any, plain: dict[str, Any], where: str) -> str:
-    """Say one validation error as a person would."""
+def _explained(error: ValidationError, model: type[BaseModel], sections: tuple[str, ...], where: str) -> ConfigError:
+    """Say every fault that was found in ``model``, which stands at ``sections``, as a person would."""
+    return ConfigError("\n".join(f"{where}: {_explain(e, model, sections)}" for e in error.errors()))
+
+
+def _explain(error: Any, model: type[BaseModel], sections: tuple[str, ...]) -> str:
     place = [str(part) for part in error["loc"]]
-    path = ".".join(place) or "the configuration"
+    path = ".".join([*sections, *place]) or "the configuration"
     if error["type"] == "extra_forbidden":
-        known = _known_keys(place[:-1], plain)
-        return f"{where}: unknown key {path!r}.{nearest(place[-1], known)}"
+        return f"unknown key {path!r}.{nearest(place[-1], _known_keys(model, place[:-1]))}"
     if error["type"] == "missing":
-        return f"{where}: {path!r} is missing."
-    return f"{where}: {path!r} is {error['input']!r}: {error['msg'].removeprefix('Value error, ')}."
+        return f"{path!r} is missing."
+    return f"{path!r} is {error['input']!r}: {error['msg'].removeprefix('Value error, ')}."
 
 
-def _known_keys(sections: Sequence[str], plain: dict[str, Any]) -> list[str]:
-    """Return the keys known in a section; an unplaced key belongs to the method."""
-    model: Any = Config
+def _known_keys(model: Any, sections: Sequence[str]) -> list[str]:
+    """Return the keys known in a section of ``model``; a key outside all sections may be a method's."""
+    if model is Config and not sections:
+        options = {f"method.{key}" for method in METHODS.values() for key in method.Options.model_fields}
+        return [*Config.model_fields, *sorted(options)]
     for section in sections:
         annotation = model.model_fields[section].annotation if section in model.model_fields else None
         inner = next(
@@ -223,8 +234,4 @@ def _known_keys(sections: Sequence[str], plain: dict[str, Any]) -> list[str]:
         if inner is None:
             return []
         model = inner
-    keys = list(model.model_fields)
-    name = (plain.get("method") or {}).get("name", "fedweave")
-    if not sections and name in METHODS:
-        keys += [f"method.{key}" for key in METHODS[name].Options.model_fields]
-    return keys
+    return list(model.model_fields)

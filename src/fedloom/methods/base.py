@@ -20,7 +20,7 @@ Schema = dict[str, tuple[int, ...]]
 class MethodOptions(BaseModel):
     """A method's own options; unknown ones are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Method:
