@@ -1,0 +1,57 @@
+"""Every command that the documentation shows exists, with its options; every link to a file leads somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from fedloom.cli import app
+from fedloom.config import parse_config
+from fedloom.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"),
+                *(ROOT / "experiments").rglob("README.md"), *(ROOT / "benchmarks").glob("*.md")])  # fmt: skip
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_links_lead_somewhere(page: Path) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for words in shown_commands(page):
+        if not words:
+            continue
+        if words[0] == "make":
+            assert words[1] in targets, words
+        if words[0] == "fedloom" and not words[1].startswith("-"):
+            assert words[1] in commands, words
+            known = {option for p in commands[words[1]].params for option in [*p.opts, *p.secondary_opts]}
+            assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known | {"--help"}, words
+        if words[0] in ("python", "python3") and not words[1].startswith("-"):
+            assert (ROOT / words[1]).is_file(), words
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_readmes_configuration_is_valid_and_its_method_table_complete() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert parse_config(yaml.safe_load(block)).federation.rounds == 20
+    for name, kind in METHODS.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+        assert kind.paper.removeprefix("arXiv ") in row
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.yaml")), ids=lambda p: p.name)
+def test_experiment_configurations_are_valid(path: Path) -> None:
+    parse_config(yaml.safe_load(path.read_text()), where=path.name)
