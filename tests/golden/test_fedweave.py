@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from fedloom.data.tokenize import Encoded
 from fedloom.errors import FedloomError, UpdateRejected
 from fedloom.methods.fedweave import FedWeave, FedWeaveOptions, members_of, schedule, weights
 from fedloom.runtime import client as runtime_client
+from fedloom.runtime.client import draw_batches
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training
 from small_world import SPEC, World, examples, random_tensors, rows
@@ -198,13 +198,13 @@ def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Orde
     sizes = [len(pool) for pool in members_of(LABELS, 3)]
     order = Order("fit", "ann", 1, start, SPEC4, TRAINING, {"assignment": ASSIGNMENT, "sizes": sizes})
     batches: list[list[Encoded]] = []
-    collate = runtime_client.collate
 
-    def record(encoded: Sequence[Encoded], pad: int) -> Any:
-        batches.append(list(encoded))
-        return collate(encoded, pad)
+    def record(*args: Any) -> list[list[int]]:
+        drawn = draw_batches(*args)
+        batches.extend([world.clients["ann"].encoded[i] for i in batch] for batch in drawn)
+        return drawn
 
-    monkeypatch.setattr(runtime_client, "collate", record)
+    monkeypatch.setattr(runtime_client, "draw_batches", record)
     client = world.client("ann", memory=ClientMemory(values={"buckets": LABELS}))
     return world, order, FedWeave().local(client, order), batches
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.adapters.state import initial_tensors
-from fedloom.data.tokenize import Encoded
+from fedloom.data.sources import Example, conversation
 from fedloom.errors import DataError
 from fedloom.runtime import client as module
-from fedloom.runtime.client import LocalClient, draw_batches
+from fedloom.runtime.client import LocalClient, draw_batches, split_by_length
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import Tensors, Training
 from small_world import SPEC, World, examples, random_tensors
@@ -112,7 +112,7 @@ def test_purpose_client_and_round_have_streams_of_their_own(tmp_path: Path, monk
         client = world.client(name, round=round)
         client.load(tensors, SPEC)
         client.fit([range(9)] * 3, Training(batch_size=3), purpose=purpose)
-        return [[e.index for e in batch] for batch in seen]
+        return list(seen)
 
     first = drawn("ann", 1, "fit")
     assert drawn("ann", 1, "fit") == first
@@ -129,15 +129,16 @@ TRAINING = Training(steps=4, batch_size=3, lr=2e-3, router_lr=1e-3)
 MOMENTS = {f"optimizer/{i}/{key}" for i in range(12) for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Encoded]]:
-    batches: list[list[Encoded]] = []
-    collate = module.collate
+def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list that fills with the mini-batches that clients draw."""
+    batches: list[list[int]] = []
 
-    def record(encoded: Sequence[Encoded], pad: int) -> Any:
-        batches.append(list(encoded))
-        return collate(encoded, pad)
+    def record(*args: Any) -> list[list[int]]:
+        drawn = draw_batches(*args)
+        batches.extend(drawn)
+        return drawn
 
-    monkeypatch.setattr(module, "collate", record)
+    monkeypatch.setattr(module, "draw_batches", record)
     return batches
 
 
@@ -157,10 +158,11 @@ def loaded(world: World, tensors: Tensors, *, round: int = 1, memory: ClientMemo
     return client
 
 
-def follow(loop: StraightLoop, world: World, batches: list[list[Encoded]]) -> None:
-    features = world.clients["ann"].features(world.bench)
+def follow(loop: StraightLoop, world: World, batches: list[list[int]]) -> None:
+    mine = world.clients["ann"]
+    features = mine.features(world.bench)
     for batch in batches:
-        loop.step(batch, [features[e.index] for e in batch])
+        loop.step([mine.encoded[i] for i in batch], [features[i] for i in batch])
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -258,8 +260,9 @@ def test_gradients_are_shown_by_name_before_clipping_and_may_be_changed(
     client = loaded(world, start)
     client.fit([range(9)] * 2, replace(TRAINING, clip=1e-3), on_gradients=hook)
     loop = StraightLoop(start, SPEC2, TRAINING)
-    features = world.clients["ann"].features(world.bench)
-    torch.cat([loop.loss(e, features[e.index]) for e in batches[0]]).mean().backward()
+    mine = world.clients["ann"]
+    features = mine.features(world.bench)
+    torch.cat([loop.loss(mine.encoded[i], features[i]) for i in batches[0]]).mean().backward()
     expected = {n: t.grad for n, t in loop.values.items() if t.grad is not None}
     assert largest_difference(seen[0], expected) < 1e-5 * max(float(g.abs().max()) for g in expected.values())
     end = client.read()
@@ -311,7 +314,8 @@ def test_the_report_counts_steps_and_supervised_tokens(
     report = client.fit([range(9)] * 3, TRAINING)
     assert report.steps == 3
     assert report.losses == told
-    assert report.tokens == sum(len(e.ids) - e.prompt_length for batch in batches for e in batch)
+    encoded = world.clients["ann"].encoded
+    assert report.tokens == sum(len(encoded[i].ids) - encoded[i].prompt_length for batch in batches for i in batch)
     assert report.loss == pytest.approx(sum(told) / 3)
 
 
@@ -341,3 +345,41 @@ def test_what_is_read_is_a_copy(world: World, start: Tensors) -> None:
     client.fit([range(9)], TRAINING)
     assert not torch.equal(client.read()["router/2.bias"], start["router/2.bias"])
     assert all(torch.equal(t, random_tensors(start)[n]) for n, t in start.items())  # the input is as it was
+
+
+# --- Parts of a mini-batch ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 80))
+def test_parts_hold_every_example_once_and_cost_least(lengths: list[int], overhead: int) -> None:
+    """Against every way to cut the sorted mini-batch."""
+    indices = list(range(len(lengths)))[::-1]
+    parts = split_by_length(indices, lengths, overhead)
+    assert sorted(i for part in parts for i in part) == sorted(indices)
+    assert all(max(lengths[i] for i in a) <= min(lengths[i] for i in b) for a, b in pairwise(parts))
+
+    def cost(cut: Sequence[Sequence[int]]) -> int:
+        return sum(overhead + len(part) * max(part) for part in cut)
+
+    ordered, n = sorted(lengths), len(lengths)
+    every = []
+    for mask in range(1 << (n - 1)):
+        ends = [k + 1 for k in range(n - 1) if mask >> k & 1]
+        every.append([ordered[a:b] for a, b in pairwise([0, *ends, n])])
+    assert cost([[lengths[i] for i in part] for part in parts]) == min(map(cost, every))
+
+
+def test_a_mini_batch_in_parts_is_one_mini_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples of unlike length, computed in two parts, take the step of their common mean over tokens."""
+    long = [Example(conversation("count " + "up " * 90, f"{i} and on")) for i in range(2)]
+    world = World(tmp_path, clients={"ann": examples("sums", 4) + long})
+    mine = world.clients["ann"]
+    assert [len(part) for part in split_by_length(range(6), mine.lengths)] == [4, 2]
+    start = random_tensors(initial_tensors(SPEC2, world.setup.shapes, 32, source()))
+    client = loaded(world, start)
+    report = client.fit([range(6)] * 2, replace(TRAINING, batch_size=6))
+    loop = StraightLoop(start, SPEC2, TRAINING)
+    features = mine.features(world.bench)
+    losses = [loop.step(mine.encoded, list(features)) for _ in range(2)]
+    assert report.losses == pytest.approx(losses, rel=1e-5)
+    assert largest_difference(client.read(), loop.read()) < 2e-6

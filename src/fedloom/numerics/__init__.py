@@ -1,1 +1,1 @@
-"""Pure functions on tensors: seeds, trees, low rank, aggregation, clustering, schedules. No I/O, no models."""
+"""Pure functions on tensors: no I/O, no models."""

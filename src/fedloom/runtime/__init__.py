@@ -1,1 +1,1 @@
-"""TODO"""
+"""Rounds, clients, memory, checkpoints: what belongs to no method and to every run."""
