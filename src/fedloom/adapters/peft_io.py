@@ -6,8 +6,6 @@ The folder loads with ``peft.PeftModel.from_pretrained(base, folder)`` and in th
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from fedloom.adapters.state import (
     strip_wrapper_prefixes,
 )
 from fedloom.errors import AdapterError
+from fedloom.files import write_atomic
 from fedloom.types import AdapterSpec, Tensors
 
 WEIGHTS = "adapter_model.safetensors"
@@ -92,8 +91,8 @@ def save_expert(
     }
     weights = {f"{_PREFIX}{name}.weight": t.detach().float().cpu().contiguous() for name, t in clean.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    _write_atomic(folder / WEIGHTS, save_bytes(weights, metadata={"format": "pt"}))
-    _write_atomic(folder / CONFIG, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
+    write_atomic(folder / WEIGHTS, save_bytes(weights, metadata={"format": "pt"}))
+    write_atomic(folder / CONFIG, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
 
 
 def load_expert(folder: str | Path, shapes: Shapes) -> tuple[Tensors, dict[str, Any]]:
@@ -157,18 +156,3 @@ def _size(tensors: Mapping[str, Tensor], name: str, dim: int) -> int:
     if name not in tensors or tensors[name].dim() != 2:
         raise AdapterError(f"An expert needs {name} as a matrix.")
     return tensors[name].shape[dim]
-
-
-def _write_atomic(file: Path, content: bytes) -> None:
-    """Write a file so that it is old or new after a crash, never half: temporary file, fsync, rename."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes private files; servers under another user must read an adapter
-        os.replace(temporary, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise

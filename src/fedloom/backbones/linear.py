@@ -34,7 +34,11 @@ def quicken(model: nn.Module) -> None:
         if type(module) is not nn.Linear:
             continue
         weight = module.weight
-        if weight.requires_grad or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        if (
+            any(p.requires_grad for p in module.parameters())
+            or weight.dtype != torch.float32
+            or weight.device.type != "cpu"
+        ):
             continue
         module.__class__ = FrozenLinear
         if id(weight) not in shared:
