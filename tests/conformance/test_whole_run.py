@@ -1,0 +1,134 @@
+"""``fedloom.run`` from files to model folder, for every registered method: interrupted, or with odd clients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_points import POINTS, Killed, arm, by_exception
+
+from fedloom.config import Config, parse_config
+from fedloom.errors import ConfigError, DataError
+from fedloom.experiment import run
+from fedloom.model import load_model
+from fedloom.runtime.events import Observer
+from small_world import client_rows, save_backbone, tree, without_seconds
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Backbone, four clients with rows, one with rows that teach nothing, one test set."""
+    folder = tmp_path_factory.mktemp("files")
+    save_backbone(folder / "backbone")
+    rows = {
+        name: [{"prompt": e.prompt, "response": e.response} for e in found] for name, found in client_rows().items()
+    }
+    rows["eve"] = [{"prompt": "anything", "response": " "}] * 3
+    rows["test"] = rows["ann"][:3]
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return folder
+
+
+def config(files: Path, name: str, **more: Any) -> Config:
+    clients = {client: str(files / f"{client}.jsonl") for client in ("ann", "bob", "cyd", "dan", "eve")}
+    plain: dict[str, Any] = {
+        "method": {"name": name},
+        "backbone": {"name": str(files / "backbone"), "threads": 1},
+        "data": {"clients": clients, "test": {"mine": str(files / "test.jsonl")}},
+        "adapter": {"rank": 2, "alpha": 6},
+        "federation": {"rounds": 3},
+        "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": "keep"},
+        "evaluation": {"generate": False, "every": 1},
+    }
+    return parse_config(plain | more)
+
+
+def left_behind(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {name: content for name, content in tree(out).items() if name.startswith("model/")}
+    found["log"] = [without_seconds(json.loads(line)) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    for name in ("metrics.json", "manifest.json"):
+        found[name] = without_seconds(json.loads((out / name).read_text()))
+    found["config"] = (out / "config.yaml").read_text()
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(name: str, files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    out, notes = tmp_path_factory.mktemp("straight") / "out", Notes()
+    run(config(files, name), out, observer=notes)
+    return out, notes.said
+
+
+@pytest.mark.parametrize("point", ["in the first exchange", "between log and checkpoint", "between two rounds"])
+def test_M10_a_resumed_run_leaves_what_the_straight_one_leaves(
+    point: str, name: str, files: Path, straight: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        arm(patch, POINTS[point], by_exception)
+        with pytest.raises(Killed):
+            run(config(files, name), out)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(config(files, name), out)
+    run(config(files, name), out, resume=True)
+    assert left_behind(out) == left_behind(straight[0])
+
+
+def test_another_configuration_does_not_resume(name: str, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(config(files, name, federation={"rounds": 0}), out)
+    with pytest.raises(ConfigError, match="written with another seed"):
+        run(config(files, name, federation={"rounds": 0}, seed=1), out, resume=True)
+
+
+def test_A3_a_client_without_examples_is_reported_and_weighs_nothing(straight: tuple[Path, list[str]]) -> None:
+    out, said = straight
+    assert "eve holds no usable example: it takes no part and has weight 0." in said
+    for line in (out / "rounds.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert "eve" not in record.get("clients", {})
+        assert "eve" not in record.get("cohort", [])
+        assert record.get("weights", {}).get("examples", 16) == 16
+
+
+def test_D9_clients_of_one_and_two_examples_shape_a_model_that_answers(straight: tuple[Path, list[str]]) -> None:
+    out, _ = straight
+    last = json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])
+    assert {client: entry["examples"] for client, entry in last["clients"].items()} == {
+        "ann": 8,
+        "bob": 5,
+        "cyd": 2,
+        "dan": 1,
+    }
+    assert last["quarantined"] == {}
+    assert isinstance(load_model(out / "model").generate("1+7=?", max_new_tokens=3), str)
+
+
+def test_training_lowers_the_loss(straight: tuple[Path, list[str]]) -> None:
+    records = [json.loads(line) for line in (straight[0] / "rounds.jsonl").read_text().splitlines()]
+    losses = [record["evaluation"]["loss"]["macro"] for record in records]
+    assert losses[-1] < losses[0]
+
+
+def test_no_usable_example_anywhere_is_a_clear_error(name: str, files: Path, tmp_path: Path) -> None:
+    only = {"clients": {"eve": str(files / "eve.jsonl")}}
+    with pytest.raises(DataError, match="no client holds a usable example"):
+        run(config(files, name, data=only), tmp_path / "out")
+
+
+def test_a_client_named_like_a_path_is_refused(name: str, files: Path, tmp_path: Path) -> None:
+    data = {"clients": {"../ann": str(files / "ann.jsonl")}}
+    with pytest.raises(ConfigError, match="cannot be a client's name"):
+        run(config(files, name, data=data), tmp_path / "out")
+    assert not (tmp_path / "ann-r0.safetensors").exists()
