@@ -48,6 +48,10 @@ def dense(tensors: Tensors, scaling: float) -> Tensor:
     return scaling * torch.einsum("or,ri->oi", B, A)
 
 
+def total(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
 RANKS = [(4, 16.0), (16, 16.0), (4, 8.0), (16, 32.0)]  # fixed alpha, and alpha = 2r
 
 
@@ -64,7 +68,7 @@ def test_A9_with_a_common_A_the_merge_is_the_dense_mean(rank: int, alpha: float)
     state = make_state(rank, alpha)
     clients = ends(state, lambda name: name.endswith("lora_B"))
     scaling = alpha / rank
-    expected = sum(n / 10 * dense(end, scaling) for n, end in zip(COUNTS, clients, strict=True))
+    expected = total([n / 10 * dense(end, scaling) for n, end in zip(COUNTS, clients, strict=True)])
     found = dense(merged(state, clients), scaling)
     assert torch.allclose(found, expected, atol=1e-6)
     assert found.abs().max() > 0.1
@@ -77,15 +81,13 @@ def test_A9_with_both_factors_the_merge_misses_the_dense_mean_by_the_covariance(
     clients = ends(state, lambda name: True)
     scaling = alpha / rank
     shares = [n / 10 for n in COUNTS]
-    mean = {n: sum(w * end[n].double() for w, end in zip(shares, clients, strict=True)) for n in state.tensors}
+    mean = {n: total([w * end[n].double() for w, end in zip(shares, clients, strict=True)]) for n in state.tensors}
     found = merged(state, clients)
     assert all(torch.allclose(found[n].double(), t, atol=1e-6) for n, t in mean.items())
 
-    exact = sum(w * dense(end, scaling) for w, end in zip(shares, clients, strict=True))
-    covariance = sum(
-        w * dense({n: t.double() - mean[n] for n, t in end.items()}, scaling)
-        for w, end in zip(shares, clients, strict=True)
-    )
+    exact = total([w * dense(end, scaling) for w, end in zip(shares, clients, strict=True)])
+    apart = [{n: t.double() - mean[n] for n, t in end.items()} for end in clients]
+    covariance = total([w * dense(difference, scaling) for w, difference in zip(shares, apart, strict=True)])
     bias = exact - dense(found, scaling)
     assert torch.allclose(bias, covariance, atol=1e-5)
     assert bias.norm() > 0.1 * exact.norm()
