@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -70,6 +71,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     observer, out = observer or Observer(), Path(out)
     if (out / "checkpoints").exists() and not resume:
         raise ConfigError(f"{out} already holds a run. Give --resume to go on with it, or another --out.")
+    resumed = resume and bool(CheckpointFolder(out / "checkpoints", {}).rounds())
     if config.backbone.threads:
         torch.set_num_threads(config.backbone.threads)
     method = config.build_method()
@@ -104,7 +106,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
         setup,
         config.training.ordered(),
         Federation(**config.federation.model_dump()),
-        CheckpointFolder(out / "checkpoints", identity(config, backbone)),
+        CheckpointFolder(out / "checkpoints", identity(config, backbone, data)),
         log,
         observer,
         evaluate=lambda state: evaluate_round(config, method, bench, data, state, observer),
@@ -113,6 +115,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     metrics["before"] = log.read()[0].get("evaluation")
     metrics["alignment"] = audit(state, memory, data, out)
     metrics["seconds"] = round(time.perf_counter() - start, 1)
+    metrics["resumed"] = resumed  # then seconds are those since the resume
     bench.load(method.view(state, None).tensors, method.view(state, None).spec)
     save_model(
         out / "model",
@@ -125,6 +128,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
             "seed": config.seed,
             "config": "config.yaml of the run",
         },
+        max_length=config.data.max_length,
         experts=experts_of(state),
         routing=config.evaluation.routing[0],
     )
@@ -260,10 +264,27 @@ def experts_of(state: State) -> list[dict[str, Plain]]:
     return found
 
 
-def identity(config: Config, backbone: Backbone) -> dict[str, Plain]:
-    """Return what must be the same for a run to be resumed: all but where results go and how often one looks."""
-    sections = config.model_dump(exclude={"evaluation"})
-    return sections | {"backbone_hash": backbone.hash, "tokenizer_hash": tokenizer_hash(backbone.tokenizer)}
+def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]:
+    """Return what must be the same for a run to be resumed: all but how often one looks and whether one generates."""
+    sections = config.model_dump()
+    sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing")}
+    return sections | {
+        "backbone_hash": backbone.hash,
+        "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
+        "rows": _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in data.clients.values()]),
+        "test_rows": _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in data.test.values()]),
+    }
+
+
+def _hash(value: Plain) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def source_hash() -> str:
+    """Return sha256 over the package's own Python files, so that a result says which code made it."""
+    package = Path(__file__).parent
+    parts = [[str(path.relative_to(package)), path.read_text("utf-8")] for path in sorted(package.rglob("*.py"))]
+    return _hash(parts)
 
 
 def manifest(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]:
@@ -271,6 +292,7 @@ def manifest(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]
     packages = ("torch", "transformers", "peft", "scikit-learn", "numpy", "safetensors", "tokenizers")
     return {
         "fedloom": __version__,
+        "source_hash": source_hash(),
         "python": sys.version.split()[0],
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "machine": {

@@ -31,6 +31,7 @@ def save_model(
     bench: Workbench,
     *,
     provenance: dict[str, Plain],
+    max_length: int = 512,
     experts: Sequence[dict[str, Plain]] = (),
     routing: str = "top1",
 ) -> None:
@@ -41,6 +42,7 @@ def save_model(
         view: what evaluation sees: tensors and specification.
         bench: the backbone it was trained on.
         provenance: method, rounds, seed… of the run.
+        max_length: most tokens of an example in training; evaluation cuts there too.
         experts: what is known of each expert (clients, buckets, examples).
         routing: default routing at inference.
     """
@@ -69,6 +71,7 @@ def save_model(
                 "backbone": {
                     "name": backbone.name,
                     "hash": backbone.hash,
+                    "dtype": str(backbone.model.dtype).removeprefix("torch."),
                     "model_type": backbone.config.model_type,
                     "hidden_size": backbone.hidden_size,
                     "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
@@ -79,6 +82,7 @@ def save_model(
                 if router
                 else None,
                 "routing": routing,
+                "max_length": max_length,
                 "experts": list(experts) or [{} for _ in range(view.spec.experts)],
                 "provenance": provenance,
             },

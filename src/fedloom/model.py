@@ -15,7 +15,7 @@ from safetensors.torch import load as load_tensors
 from fedloom.adapters.peft_io import load_expert
 from fedloom.adapters.state import place_expert
 from fedloom.backbones.features import prompt_features
-from fedloom.backbones.load import cache_dir, load_backbone
+from fedloom.backbones.load import DTYPES, cache_dir, load_backbone
 from fedloom.data.sources import Example
 from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode, encode_prompt, end_token_id, tokenizer_hash
@@ -89,14 +89,14 @@ class LoadedModel:
 
 
 def load_model(
-    folder: str | Path, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto"
+    folder: str | Path, *, backbone: str | None = None, dtype: str | None = None, device: str = "auto"
 ) -> LoadedModel:
     """Load a model folder.
 
     Args:
         folder: what ``fedloom run`` wrote to ``model/``.
         backbone: name or path of the backbone where it is not found under the recorded name.
-        dtype: see ``load_backbone``.
+        dtype: default as in training; the hash is compared in that type before a change to another.
         device: see ``load_backbone``.
 
     Raises:
@@ -105,14 +105,18 @@ def load_model(
     folder = Path(folder)
     about = _read_about(folder)
     recorded = about["backbone"]
-    loaded = load_backbone(backbone or recorded["name"], dtype=dtype, device=device)
-    if loaded.hash != recorded["hash"] and dtype == "auto" and loaded.device.type == "cpu":
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    loaded = load_backbone(backbone or recorded["name"], dtype=recorded["dtype"], device=device)
+    if loaded.hash != recorded["hash"]:
         raise ModelFolderError(
             f"{folder} was trained on {recorded['name']!r} with hash {recorded['hash'][:12]}…, but the backbone found "
             f"has hash {loaded.hash[:12]}…. Give the right one with --backbone."
         )
     if tokenizer_hash(loaded.tokenizer) != recorded["tokenizer_hash"]:
         raise ModelFolderError(f"{folder} was trained with another tokenizer than {loaded.name!r} has.")
+    if dtype is not None:
+        loaded.model.to(DTYPES[dtype])
     spec = AdapterSpec.from_plain(about["adapter"])
     bench = Workbench(loaded, spec, cache_dir())
     tensors: Tensors = {}
@@ -146,7 +150,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         found = about.get("format") if isinstance(about, dict) else None
         raise ModelFolderError(f"{path} has format {found!r}; this version of fedloom reads {FORMAT}.")
-    if missing := {"backbone", "adapter", "routing", "experts"} - about.keys():
+    if missing := {"backbone", "adapter", "routing", "experts", "max_length"} - about.keys():
         raise ModelFolderError(f"{path} lacks {', '.join(sorted(missing))}.")
     return about
 
@@ -181,7 +185,7 @@ def evaluate_files(
     examples: dict[str, list[Example]] = {}
     for task, path in files.items():
         found = read_task_file(task, path)
-        kept, report = encode(found, tokenizer)
+        kept, report = encode(found, tokenizer, max_length=model.about["max_length"])
         if report.kept < len(found):
             observer.say(f"{task}: {report.summary()}.")
         rows[task], examples[task] = Rows(kept), [found[e.index] for e in kept]

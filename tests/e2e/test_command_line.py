@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_mistakes_are_said_in_words(run_folder: Path, tmp_path: Path) -> None:
     assert "fedloom.json" in fedloom("generate", tmp_path, "--prompt", "x", code=1).stderr
     assert "fedweave" in fedloom("budget", "--backbone", "tiny", "--method", "fedweeve", code=1).stderr
     fedloom("run", code=2)
+
+
+def test_a_run_is_not_resumed_over_other_rows_or_another_look(run_folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(run_folder, tmp_path / "copy")
+    config = copied / "config.yaml"
+    original = shutil.copytree(run_folder / "out", tmp_path / "out")
+    rows(copied / "a.jsonl", SUMS[::-1])
+    refused = fedloom("run", config, "--out", original, "--resume", code=1)
+    assert "rows" in refused.stderr
+    moved = fedloom("run", run_folder / "config.yaml", "--out", original, "--resume", "--set",
+                    "evaluation.routing=[soft]", code=1)  # fmt: skip
+    assert "evaluation" in moved.stderr
 
 
 @pytest.mark.smollm2

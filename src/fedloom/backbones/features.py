@@ -31,6 +31,14 @@ def batches_by_length(lengths: Sequence[int], tokens: int = TOKENS_PER_BATCH, mo
     return groups
 
 
+def _arithmetic(backbone: Backbone) -> list[str | int]:
+    """Return what decides the last bits of a product on this machine."""
+    where = backbone.device
+    linear = sorted({type(m).__name__ for m in backbone.model.modules() if "Linear" in type(m).__name__})
+    processor = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return [torch.__version__, where.type, processor, torch.get_num_threads(), *linear]
+
+
 @torch.no_grad()
 def prompt_features(
     backbone: Backbone,
@@ -41,9 +49,9 @@ def prompt_features(
 ) -> torch.Tensor:
     """Return the un-normalised masked mean of the last hidden layer over each prompt's tokens, (n, hidden) float32.
 
-    Adapters must be off. The cache holds one file per *list* of prompts, keyed by backbone hash, definition and token
-    ids (which fix tokenizer, template and text): a value depends in its last bits on the batch it was computed in, so
-    a file per prompt would make a run's bits depend on which runs came before.
+    Adapters must be off. The cache holds one file per *list* of prompts, keyed by backbone hash, definition, the
+    machine's arithmetic and token ids (which fix tokenizer, template and text): a value depends in its last bits on the batch it
+    was computed in, so a file per prompt would make a run's bits depend on which runs came before.
 
     Args:
         backbone: the frozen backbone.
@@ -53,7 +61,8 @@ def prompt_features(
     """
     path = None
     if cache is not None:
-        key = hashlib.sha256(json.dumps([DEFINITION, backbone.hash, [list(p) for p in prompts]]).encode()).hexdigest()
+        texts = [list(p) for p in prompts]
+        key = hashlib.sha256(json.dumps([DEFINITION, _arithmetic(backbone), backbone.hash, texts]).encode()).hexdigest()
         path = cache / "features" / key[:2] / f"{key}.safetensors"
         if path.is_file():
             if advance:

@@ -44,7 +44,7 @@ class Backbone:
         name: what the user asked for; a model folder records it.
         model: the ``transformers`` model, frozen, in evaluation mode.
         tokenizer: its tokenizer, with a pad token.
-        hash: sha256 over configuration and parameters (see ``parameter_hash``).
+        hash: sha256 over what it computes (see ``parameter_hash``).
     """
 
     name: str
@@ -85,10 +85,35 @@ class Backbone:
         return logits
 
 
+#: Configuration that changes what the same parameters compute. Named one by one, because a newer ``transformers`` adds
+#: fields of its own and must not make a model another one.
+COMPUTING = (
+    "model_type",
+    "hidden_act",
+    "activation_function",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "sliding_window",
+    "layer_types",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "scale_attn_by_inverse_layer_idx",
+)
+
+
 def parameter_hash(model: nn.Module) -> str:
-    """Return sha256 over the model type and every parameter's name, dtype, shape and bytes, in name order."""
+    """Return sha256 over what the model computes: ``COMPUTING`` fields, and each parameter's name, dtype and bytes."""
     digest = hashlib.sha256()
-    digest.update(json.dumps(getattr(model.config, "model_type", "")).encode())
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    digest.update(json.dumps({key: config[key] for key in COMPUTING if key in config}, sort_keys=True).encode())
     for name, parameter in sorted(model.named_parameters()):
         value = parameter.detach().cpu().contiguous()
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())

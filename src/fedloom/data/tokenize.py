@@ -23,6 +23,11 @@ TemplateKind = Literal["chat", "plain"]
 PLAIN_HEADINGS = {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n"}
 
 
+#: Goes before a chat template, so that one which writes the date (Llama 3 does) writes the same one every day: prompts,
+#: and with them features and buckets, must not change overnight.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+
+
 @dataclass(frozen=True)
 class Encoded:
     """Token ids of one example.
@@ -79,7 +84,14 @@ def template_kind(tokenizer: PreTrainedTokenizerBase) -> TemplateKind:
 def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, prompt: bool) -> str:
     conversation = [{"role": role, "content": content} for role, content in messages]
     try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt))
+        return str(
+            tokenizer.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                chat_template=FIXED_DATE + tokenizer.get_chat_template(),
+            )
+        )
     except jinja2.TemplateError as error:
         roles = ", ".join(role for role, _ in messages)
         raise DataError(

@@ -39,6 +39,7 @@ class FedWeaveOptions(MethodOptions):
     linkage: Literal["average", "complete", "single"] = "average"
     max_experts: int = Field(8, ge=1)
     router_hidden: int = Field(512, ge=1)
+    by_length: bool = True  # not in the paper: a bucket's mini-batches hold examples of like length, to pad less
 
 
 class FedWeave(Method):
@@ -76,7 +77,7 @@ class FedWeave(Method):
         steps, tokens = 0, 0
         for c, pool in enumerate(members):  # line 3
             client.load(order.tensors, order.spec)
-            report = client.fit([pool] * warmup.steps, warmup, purpose=f"warmup-{c}", by_length=True)
+            report = client.fit([pool] * warmup.steps, warmup, purpose=f"warmup-{c}", by_length=opt.by_length)
             send |= {f"buckets/{c}/{name}": tensor for name, tensor in client.read().items()}
             steps, tokens = steps + report.steps, tokens + report.tokens
         return Reply(
@@ -135,7 +136,7 @@ class FedWeave(Method):
         sizes = [len(pool) for pool in members]
         client.load(order.tensors, order.spec)
         visits = schedule(sizes, order.training.steps)  # line 10
-        report = client.fit([members[c] for c in visits], order.training, by_length=True)  # line 11
+        report = client.fit([members[c] for c in visits], order.training, by_length=self.options.by_length)  # line 11
         counts = weights(assignment, sizes)
         update = subtract(client.read(), order.tensors)
         send = {name: delta for name, delta in update.items() if counts.get(component(name), 0) > 0}  # line 12

@@ -171,6 +171,9 @@ def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_exper
         score=lambda labels: silhouette_score(clean, labels, metric="precomputed"),
         n=len(clean),
     )
+    if silhouette is not None and silhouette <= _BETTER:
+        # Equally distant signatures (all B zero, say) have no structure, and any labels would be arbitrary.
+        return Alignment(np.zeros(len(clean), np.int64), 1, None, scores)
     return Alignment(labels, int(labels.max()) + 1, silhouette, scores)
 
 

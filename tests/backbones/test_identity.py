@@ -1,0 +1,50 @@
+"""A backbone's hash, and the cache keyed by it, change with whatever changes its numbers."""
+
+import copy
+from pathlib import Path
+
+import torch
+
+from fedloom.backbones.features import prompt_features
+from fedloom.backbones.load import Backbone, parameter_hash
+from fedloom.data.tokenize import prompt_text
+from small_world import byte_tokenizer, small_backbone, small_llama
+
+
+def test_the_hash_knows_parameters_and_what_the_configuration_computes() -> None:
+    model = small_llama()
+    assert parameter_hash(model) == parameter_hash(copy.deepcopy(model))
+    other = copy.deepcopy(model)
+    other.config.rms_norm_eps = 1.0
+    assert parameter_hash(other) != parameter_hash(model)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        moved.model.norm.weight[0] += 1e-3
+    assert parameter_hash(moved) != parameter_hash(model)
+    renamed = copy.deepcopy(model)
+    renamed.config._name_or_path = "elsewhere"
+    assert parameter_hash(renamed) == parameter_hash(model)
+
+
+def test_features_of_another_model_are_not_taken_from_the_cache(tmp_path: Path) -> None:
+    first = small_backbone()
+    config = copy.deepcopy(first.model.config)
+    config.rms_norm_eps = 1.0
+    changed = type(first.model)(config).eval()
+    changed.load_state_dict(first.model.state_dict())
+    second = Backbone("changed", changed, first.tokenizer, parameter_hash(changed))
+    prompts = [[3, 4, 5], [6, 7]]
+    cached = prompt_features(first, prompts, cache=tmp_path)
+    assert torch.equal(prompt_features(first, prompts, cache=tmp_path), cached)
+    fresh = prompt_features(second, prompts)
+    assert torch.equal(prompt_features(second, prompts, cache=tmp_path), fresh)
+    assert not torch.allclose(fresh, cached)
+
+
+def test_a_template_that_writes_the_date_gives_the_same_prompt_every_day() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }} {{ strftime_now('%Y-%m-%d') }} {{ messages[0]['content'] }}"
+    )
+    assert prompt_text([("user", "hi")], tokenizer) == "26 Jul 2024 26 Jul 2024 hi"
