@@ -187,9 +187,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def without_seconds(record: Any) -> Any:
-    """Return a log record without what no two runs share: wall-clock time."""
+    """Return a log record without what no two runs share: wall-clock time and whether it was interrupted."""
     if isinstance(record, dict):
-        return {k: without_seconds(v) for k, v in record.items() if not k.endswith("seconds")}
+        return {k: without_seconds(v) for k, v in record.items() if not k.endswith("seconds") and k != "resumed"}
     return [without_seconds(v) for v in record] if isinstance(record, list) else record
 
 

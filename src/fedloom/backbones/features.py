@@ -50,8 +50,8 @@ def prompt_features(
     """Return the un-normalised masked mean of the last hidden layer over each prompt's tokens, (n, hidden) float32.
 
     Adapters must be off. The cache holds one file per *list* of prompts, keyed by backbone hash, definition, the
-    machine's arithmetic and token ids (which fix tokenizer, template and text): a value depends in its last bits on the batch it
-    was computed in, so a file per prompt would make a run's bits depend on which runs came before.
+    machine's arithmetic and token ids (which fix tokenizer, template and text). A value depends in its last bits on the
+    batch it was computed in, so a file per prompt would make a run's bits depend on which runs came before.
 
     Args:
         backbone: the frozen backbone.
