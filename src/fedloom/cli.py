@@ -46,8 +46,12 @@ def spoken(command: Callable[..., None]) -> Callable[..., None]:
             errors.print("Error:", style="bold red", end=" ")
             errors.print(str(error), markup=False, highlight=False)
             raise typer.Exit(1) from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            errors.print(f"Error: {where}{error.strerror or error}", markup=False, highlight=False)
+            raise typer.Exit(1) from error
         except KeyboardInterrupt:
-            errors.print("\nStopped. A run goes on where it was with --resume.")
+            errors.print("\nStopped. A run that has finished a round goes on from there with --resume.")
             raise typer.Exit(1) from None
 
     return wrapper
@@ -222,7 +226,7 @@ def methods(as_json: AsJson = False) -> None:
 def budget(
     backbone: Annotated[str, typer.Option(help="llama-3.2-3b, gemma-2-2b, smollm2-135m, tiny, or a model folder.")],
     method: Annotated[str, typer.Option(help="A method's name.")] = "fedweave",
-    experts: Annotated[int, typer.Option(min=1, help="Number of experts.")] = 4,
+    experts: Annotated[int, typer.Option(min=1, max=4096, help="Number of experts.")] = 4,
     rank: Annotated[int | None, typer.Option(min=1, help="Rank per expert; default: the method's own.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -71,6 +71,7 @@ class FederationConfig(Section):
     rounds: int = Field(20, ge=0)
     participation: float = Field(1.0, gt=0, le=1)
     min_replies: int = Field(1, ge=1)
+    max_examples: int = Field(10_000_000, ge=1)
     norm_factor: float = Field(100.0, gt=1)
 
 
@@ -135,6 +136,20 @@ class Config(Section):
         return kind(kind.Options(**(self.method.model_extra or {})))
 
 
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also refuses a key that stands twice: YAML would silently take the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key.value, str) else id(key))
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a YAML file, with ``a.b=c`` overrides (values are YAML).
 
@@ -144,10 +159,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file, a key or a value is wrong; unknown keys name the nearest known one.
     """
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        plain = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML in UTF-8: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(Config.model_fields)}).")
@@ -202,7 +217,7 @@ def _set(plain: dict[str, Any], override: str) -> None:
         plain = inner
     try:
         plain[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
 
 

@@ -69,6 +69,8 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     """
     start = time.perf_counter()
     observer, out = observer or Observer(), Path(out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder.")
     if (out / "checkpoints").exists() and not resume:
         raise ConfigError(f"{out} already holds a run. Give --resume to go on with it, or another --out.")
     resumed = resume and bool(CheckpointFolder(out / "checkpoints", {}).rounds())
@@ -77,17 +79,21 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     method = config.build_method()
     backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
     data = load_data(config, backbone, observer)
+    targets = tuple(config.adapter.targets or default_targets(backbone.config))
+    shapes = target_modules(backbone.model, targets)
+    checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
+    if done := checkpoints.rounds():
+        checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_json(out / "manifest.json", manifest(config, backbone, data))
 
-    targets = tuple(config.adapter.targets or default_targets(backbone.config))
     rank = config.adapter.rank or method.default_rank
     spec = AdapterSpec(targets, rank, config.adapter.alpha, config.adapter.dropout)
     setup = Setup(
         seed=config.seed,
         spec=spec,
-        shapes=target_modules(backbone.model, targets),
+        shapes=shapes,
         hidden_size=backbone.hidden_size,
         clients=tuple(sorted(name for name, rows in data.clients.items() if len(rows))),
     )
@@ -106,7 +112,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
         setup,
         config.training.ordered(),
         Federation(**config.federation.model_dump()),
-        CheckpointFolder(out / "checkpoints", identity(config, backbone, data)),
+        checkpoints,
         log,
         observer,
         evaluate=lambda state: evaluate_round(config, method, bench, data, state, observer),

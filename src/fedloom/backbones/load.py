@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from fedloom.errors import BackboneError
@@ -143,14 +144,25 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     local = Path(source).is_dir()
     with quiet_transformers():
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
-        except (OSError, ValueError) as error:
+            # Code that comes with a model is never run, pickles are never read, and no weight is made up.
+            loader: Any = AutoModelForCausalLM
+            model, report = loader.from_pretrained(
+                source,
+                dtype=kind,
+                local_files_only=local,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise BackboneError(
                 f"cannot load the backbone {name!r}: {str(error).splitlines()[0]} "
                 f"Give one of {', '.join(KNOWN)}, a folder with config.json and safetensors, a .gguf file, or a hub "
                 "name with a network that reaches the hub."
             ) from error
+    if missing := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+        raise BackboneError(f"the backbone {name!r} lacks {len(missing)} weights, first {missing[0]!r}.")
     model.to(place).eval().requires_grad_(False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -166,7 +178,9 @@ def load_tokenizer(name: str) -> Any:
     source = source_of(name)
     with quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+            return AutoTokenizer.from_pretrained(
+                source, local_files_only=Path(source).is_dir(), trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise BackboneError(f"cannot load the tokenizer of {name!r}: {str(error).splitlines()[0]}") from error
 

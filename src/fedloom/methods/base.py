@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from fedloom.errors import UpdateRejected
@@ -78,6 +79,14 @@ class Method:
     def admits(self, state: State, client: str) -> bool:
         """Return whether ``client`` can take part in rounds (a method with a probe may not know it)."""
         return True
+
+    def local_steps(self, order: Order) -> int:
+        """Return how many optimiser steps an order asks for, at most, for any tensor of the reply."""
+        return order.training.steps
+
+    def origin(self, order: Order, name: str) -> torch.Tensor | None:
+        """Return what tensor ``name`` of a reply started from, if the reply holds it whole; None if it is an update."""
+        return None
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         """Return the tensor names and shapes that ``reply`` must hold, given what it says of itself.

@@ -155,12 +155,18 @@ class FedWeave(Method):
             return schema
         if reply.counts.keys() != {"examples"}:
             raise UpdateRejected(f"a probe counts 'examples' only, not {sorted(reply.counts)}")
-        sizes = reply.values.get("sizes")
-        if not isinstance(sizes, list) or not all(type(n) is int and n > 0 for n in sizes):
-            raise UpdateRejected("'sizes' is not a list of positive bucket sizes")
-        if sum(sizes) != reply.counts.get("examples") or len(sizes) > self.options.max_buckets:
-            raise UpdateRejected(f"{len(sizes)} buckets of {sum(sizes)} examples do not fit its counts and the limit")
+        sizes, examples = reply.values.get("sizes"), reply.counts["examples"]
+        if not isinstance(sizes, list) or not 0 < len(sizes) <= self.options.max_buckets:
+            raise UpdateRejected(f"'sizes' is not a list of 1 to {self.options.max_buckets} bucket sizes")
+        if not all(type(n) is int and 0 < n <= examples for n in sizes) or sum(sizes) != examples:
+            raise UpdateRejected(f"its bucket sizes do not add up to its {examples} examples")
         return {f"buckets/{c}/{name}": tuple(t.shape) for c in range(len(sizes)) for name, t in order.tensors.items()}
+
+    def local_steps(self, order: Order) -> int:
+        return self.options.warmup_steps if order.kind == "probe" else order.training.steps
+
+    def origin(self, order: Order, name: str) -> torch.Tensor | None:
+        return order.tensors[name.split("/", 2)[2]] if order.kind == "probe" else None
 
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:
         return replace(spec, experts=experts, router_hidden=self.options.router_hidden)

@@ -7,6 +7,7 @@ No generator state is stored because there is none: every random draw comes from
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class CheckpointFolder:
         """Return the rounds that have a checkpoint, in order."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name.removeprefix("round-")) for p in self.folder.glob("round-*") if p.is_dir())
+        found = (re.fullmatch(r"round-(\d{6,})", path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match.group(1)) for match in found if match)
 
     def path(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}"

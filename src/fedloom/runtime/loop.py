@@ -14,9 +14,9 @@ from fedloom.numerics.seeding import numpy_generator
 from fedloom.numerics.tree import norm
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
 from fedloom.runtime.events import Observer, RoundLog
-from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply
+from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply, printable, reach
 from fedloom.runtime.wire import decode_reply
-from fedloom.types import Order, Plain, Reply, Setup, State, Training
+from fedloom.types import Order, Plain, Reply, Setup, State, Tensors, Training
 
 #: A reason may quote what a client sent, which may be long.
 MAX_REASON = 500
@@ -63,13 +63,16 @@ class Federation:
         rounds: number of rounds T.
         participation: share of the clients sampled each round, at least one.
         min_replies: fewer usable replies than this end the run with an error.
-        norm_factor: an update with a norm beyond this many times its round's lower median is quarantined.
+        norm_factor: an update with a norm beyond this many times its round's lower median (of three replies or more),
+            or beyond this many times what its optimiser steps can reach, is quarantined.
+        max_examples: a reply that counts more is quarantined, since counts are weights.
     """
 
     rounds: int = 20
     participation: float = 1.0
     min_replies: int = 1
     norm_factor: float = NORM_FACTOR
+    max_examples: int = 10_000_000
 
 
 class Accepted:
@@ -216,6 +219,12 @@ def make_orders(method: Method, kind: str, state: State, cohort: Sequence[str], 
     return [Order(kind, c, state.round, v.tensors, v.spec, training, v.values) for c, v in views.items()]
 
 
+def change_of(method: Method, order: Order, reply: Reply) -> Tensors:
+    """Return how far each tensor of a reply is from where it started."""
+    origins = {name: method.origin(order, name) for name in reply.send}
+    return {name: t if (origin := origins[name]) is None else t - origin for name, t in reply.send.items()}
+
+
 def judge(
     method: Method, orders: Sequence[Order], receipts: Sequence[Receipt], federation: Federation, seconds: float
 ) -> Answers:
@@ -237,13 +246,22 @@ def judge(
             continue
         try:
             reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
-            if reply.counts.get("examples", 0) == 0:
+            examples = reply.counts.get("examples", 0)
+            if examples == 0:
                 raise UpdateRejected("it counts no examples")
+            if examples > federation.max_examples:
+                raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
             check_reply(reply, method.expected(order, reply))
+            change = change_of(method, order, reply)
+            limit = federation.norm_factor * reach(
+                order.training, method.local_steps(order), sum(t.numel() for t in change.values())
+            )
+            if (size := norm(change)) > limit:
+                raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
         except UpdateRejected as reason:
-            quarantined[receipt.client] = str(reason)[:MAX_REASON]
+            quarantined[receipt.client] = printable(str(reason), MAX_REASON)
             continue
-        norms.append(norm(reply.send))
+        norms.append(size)
         accepted.append((receipt, order))
     for index in reversed(absurd_norms(norms, federation.norm_factor)):
         receipt, _ = accepted.pop(index)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from fedloom.errors import UpdateRejected
-from fedloom.types import Reply
+from fedloom.types import Reply, Training
 
-#: An update is absurd when its norm exceeds this many times the lower median of its round.
+#: An update is absurd when its norm exceeds this many times the lower median of its round, or what AdamW can reach.
 NORM_FACTOR = 100.0
 
 
@@ -36,10 +36,24 @@ def check_reply(reply: Reply, expected: dict[str, tuple[int, ...]]) -> None:
 def absurd_norms(norms: Sequence[float], factor: float = NORM_FACTOR) -> list[int]:
     """Return the indices whose norm exceeds ``factor`` times the lower median of the non-zero norms.
 
-    The lower median, so that of two replies the larger is judged by the smaller.
+    With fewer than three replies nobody is judged by the others: a site with a tiny update could shut out an honest one.
     """
     positive = sorted(n for n in norms if n > 0)
-    if not positive:
+    if len(norms) < 3 or not positive:
         return []
     limit = factor * positive[(len(positive) - 1) // 2]
     return [i for i, n in enumerate(norms) if n > limit or not math.isfinite(n)]
+
+
+def reach(training: Training, steps: int, values: int) -> float:
+    """Return how far AdamW can move a vector of ``values`` numbers in ``steps`` steps, in ℓ2 norm.
+
+    A step moves no coordinate further than lr · (1 − β₁) / √(1 − β₂) = 3.17 lr (Kingma and Ba 2015, Section 2.1).
+    """
+    rate = max(training.lr, training.router_lr)
+    return 3.17 * rate * steps * math.sqrt(values)
+
+
+def printable(reason: str, most: int) -> str:
+    """Return a reason that is safe in a terminal and a log: one line, no control characters, cut."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in reason[:most])
