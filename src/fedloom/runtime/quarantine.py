@@ -36,7 +36,7 @@ def check_reply(reply: Reply, expected: dict[str, tuple[int, ...]]) -> None:
 def absurd_norms(norms: Sequence[float], factor: float = NORM_FACTOR) -> list[int]:
     """Return the indices whose norm exceeds ``factor`` times the lower median of the non-zero norms.
 
-    With fewer than three replies nobody is judged by the others: a site with a tiny update could shut out an honest one.
+    With fewer than three replies nobody is judged by the others: a tiny update could shut out an honest one.
     """
     positive = sorted(n for n in norms if n > 0)
     if len(norms) < 3 or not positive:
