@@ -299,3 +299,32 @@ def test_evaluating_files_is_the_loss_of_transformers(
     assert found["loss"]["mine"] == pytest.approx(total / tokens, rel=1e-5)
     assert found["examples"] == {"mine": 4}
     assert evaluate_files(folder, {"mine": file}, generate=False)["loss"]["mine"] != found["loss"]["mine"]
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("adapter", "experts", 10**9),
+        ("adapter", "rank", "8"),
+        ("adapter", "targets", 5),
+        ("adapter", "unknown", 1),
+        ("backbone", "name", ["x"]),
+        ("backbone", "dtype", "float3"),
+        ("backbone", "hash", None),
+    ],
+)
+def test_a_hostile_description_is_refused_before_anything_is_allocated(
+    section: str, field: str, value: object, tmp_path: Path
+) -> None:
+    about = {
+        "format": 1,
+        "backbone": {"name": "tiny", "hash": "0", "dtype": "float32", "tokenizer_hash": "0"},
+        "adapter": {"targets": ["q_proj"], "rank": 8, "alpha": 16.0, "dropout": 0.0, "experts": 1, "router_hidden": 0},
+        "routing": "top1",
+        "max_length": 512,
+        "experts": [{}],
+    }
+    about[section][field] = value  # type: ignore[index]
+    (tmp_path / "fedloom.json").write_text(json.dumps(about))
+    with pytest.raises(ModelFolderError, match=r"fedloom\.json"):
+        load_model(tmp_path)

@@ -105,6 +105,7 @@ def load_model(
     folder = Path(folder)
     about = _read_about(folder)
     recorded = about["backbone"]
+    spec = _checked_spec(folder, about)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     loaded = load_backbone(backbone or recorded["name"], dtype=recorded["dtype"], device=device)
@@ -117,7 +118,6 @@ def load_model(
         raise ModelFolderError(f"{folder} was trained with another tokenizer than {loaded.name!r} has.")
     if dtype is not None:
         loaded.model.to(DTYPES[dtype])
-    spec = AdapterSpec.from_plain(about["adapter"])
     bench = Workbench(loaded, spec, cache_dir())
     tensors: Tensors = {}
     for m in range(spec.experts):
@@ -139,13 +139,32 @@ def load_model(
     return LoadedModel(about, bench)
 
 
+def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
+    """Return the specification, refusing what no model has: a folder is input like any other."""
+    try:
+        spec = AdapterSpec.from_plain(about["adapter"])
+        numbers = (spec.rank, spec.experts, spec.router_hidden)
+        sane = all(type(n) is int and 0 <= n <= limit for n, limit in zip(numbers, (4096, 1024, 65536), strict=True))
+        texts = [about["backbone"][key] for key in ("name", "hash", "dtype", "tokenizer_hash")]
+        sane = sane and min(numbers[:2]) > 0 and all(isinstance(text, str) and len(text) < 1024 for text in texts)
+        sane = sane and all(isinstance(target, str) for target in spec.targets) and about["backbone"]["dtype"] in DTYPES
+        sane = sane and all(isinstance(x, int | float) for x in (spec.alpha, spec.dropout))
+        sane = sane and isinstance(about["experts"], list) and len(about["experts"]) == spec.experts
+        sane = sane and type(about["max_length"]) is int and isinstance(about["routing"], str)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ModelFolderError(f"{folder / 'fedloom.json'} lacks a field or has a wrong type: {error}.") from error
+    if not sane:
+        raise ModelFolderError(f"{folder / 'fedloom.json'} has a field with a value that no model has.")
+    return spec
+
+
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / "fedloom.json"
     if not path.is_file():
         raise ModelFolderError(f"{folder} is not a fedloom model: it has no fedloom.json.")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not JSON: {error}.") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         found = about.get("format") if isinstance(about, dict) else None
