@@ -31,12 +31,12 @@ PROMPT, NEW = 64, 64
 
 
 def measure(args: Namespace) -> list[Comparison]:
-    bare = load_backbone("smollm2-135m").model
-    quick = load_backbone("smollm2-135m").model
+    bare = load_backbone(args.backbone).model
+    quick = load_backbone(args.backbone).model
     quicken(quick)
     rows = [row for client in mixed_rows(args.data, 4).values() for row in client]
     with tempfile.TemporaryDirectory() as folder:
-        model, prompts = trained_model(Path(folder) / "model", rows)
+        model, prompts = trained_model(args, Path(folder) / "model", rows)
 
     def mixture(batch: int, routing: str) -> list[list[int]]:
         _, chosen = model._route(prompts[:batch], routing)
@@ -78,9 +78,9 @@ def measure(args: Namespace) -> list[Comparison]:
     return results
 
 
-def trained_model(folder: Path, rows: list[Example]) -> tuple[LoadedModel, list[list[int]]]:
+def trained_model(args: Namespace, folder: Path, rows: list[Example]) -> tuple[LoadedModel, list[list[int]]]:
     """Write and load a model of 4 experts whose router tells prompts apart; return it with prompts of 64 tokens."""
-    backbone = load_backbone("smollm2-135m")
+    backbone = load_backbone(args.backbone)
     spec = AdapterSpec(("q_proj", "v_proj"), rank=8, experts=4, router_hidden=512)
     tensors = trained_like(spec, target_modules(backbone.model, spec.targets), backbone.hidden_size)
     found = [encode_prompt(row.messages[:-1], backbone.tokenizer) for row in rows[:64]]

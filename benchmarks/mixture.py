@@ -30,9 +30,9 @@ SINGLE = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.05, target_modules=["q_p
 
 
 def measure(args: Namespace) -> list[Comparison]:
-    stock = load_backbone("smollm2-135m")
+    stock = load_backbone(args.backbone)
     batch = collate_batch(args, stock)
-    bench = Workbench(load_backbone("smollm2-135m"), SPEC, None)
+    bench = Workbench(load_backbone(args.backbone), SPEC, None)
     bench.load(trained_like(SPEC, bench.grafted.shapes, stock.hidden_size), SPEC)
     bench.grafted.train()
     features = torch.randn(len(batch.ids), stock.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,7 @@ def measure(args: Namespace) -> list[Comparison]:
         inner = replace(backbone, model=model.base_model.model)
         return lambda: token_losses(inner, batch).mean().backward()
 
-    same = load_backbone("smollm2-135m")
+    same = load_backbone(args.backbone)
     quicken(same.model)
     size = f"batch {tuple(batch.ids.shape)}"
     size = f"{batch.ids.shape[0]} x {batch.ids.shape[1]} tokens"

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHMARKS)
     parser.add_argument("--repeats", type=int, help="pairs measured; default as the benchmark says")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of <task>/<split>.jsonl")
+    parser.add_argument("--backbone", default="smollm2-135m", help="of all but memory; tiny for a quick look")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--threads", type=int, help="PyTorch threads; default PyTorch's own")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine, one thread")

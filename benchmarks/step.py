@@ -39,13 +39,13 @@ TRAINING = Training(steps=1, batch_size=8)
 
 
 def measure(args: Namespace) -> list[Comparison]:
-    bench = Workbench(load_backbone("smollm2-135m"), SPEC, None)
+    bench = Workbench(load_backbone(args.backbone), SPEC, None)
     tensors = trained_like(SPEC, bench.grafted.shapes, bench.backbone.hidden_size)
     rows = client_rows(args, bench.backbone)
     buckets = bucketize(F.normalize(rows.features(bench), dim=1), seed=SEED)
     members = members_of(buckets.labels.tolist(), buckets.count)
 
-    verify(bench, tensors, rows, members)
+    verify(args, bench, tensors, rows, members)
 
     comparison = Comparison("FedWeave step, batch 8", "naive", "fedloom", ">= 2.5")
     ours, theirs = run_both(args, SPEC, bench, tensors, rows, members, args.repeats + 1)
@@ -92,7 +92,7 @@ def run_both(
     batches = draw_batches(
         pools, rows.lengths, TRAINING.batch_size, generator(SEED, "batches", "fit", "client-00", 1), by_length=True
     )
-    naive = Naive(load_backbone("smollm2-135m"), spec, tensors, rows.encoded)
+    naive = Naive(load_backbone(args.backbone), spec, tensors, rows.encoded)
 
     start = clock()
 
@@ -112,9 +112,9 @@ def run_both(
     return ours, theirs
 
 
-def verify(bench: Workbench, tensors: Tensors, rows: Rows, members: list[list[int]]) -> None:
+def verify(args: Namespace, bench: Workbench, tensors: Tensors, rows: Rows, members: list[list[int]]) -> None:
     """Check without dropout that both sides have the same loss, and still have it after an optimiser step."""
-    ours, theirs = run_both(Namespace(clock="wall"), replace(SPEC, dropout=0.0), bench, tensors, rows, members, 2)
+    ours, theirs = run_both(args, replace(SPEC, dropout=0.0), bench, tensors, rows, members, 2)
     worst = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     if worst > 1e-4:
         raise SystemExit(f"The two sides differ: {ours.losses} and {theirs.losses}.")

@@ -107,6 +107,13 @@ def _explain_routing(console: Console, matrix: dict[str, Plain]) -> None:
         cells = [f"{share:.0%} ({gate:.2f})" for share, gate in zip(row["top1"], row["gate"], strict=True)]
         table.add_row(task, *cells)
     console.print(table)
+    favourites = {max(range(experts), key=row["top1"].__getitem__) for row in matrix.values()}
+    if len(matrix) > 1 and experts > 1 and len(favourites) == 1:
+        console.print(
+            "The router prefers one expert for every task: it has not learnt yet to tell them apart, though the experts "
+            "differ. It needs more rounds than this run had.",
+            highlight=False,
+        )
 
 
 def _number(value: float | None) -> str:
