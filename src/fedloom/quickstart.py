@@ -110,8 +110,8 @@ def _explain_routing(console: Console, matrix: dict[str, Plain]) -> None:
     favourites = {max(range(experts), key=row["top1"].__getitem__) for row in matrix.values()}
     if len(matrix) > 1 and experts > 1 and len(favourites) == 1:
         console.print(
-            "The router prefers one expert for every task: it has not learnt yet to tell them apart, though the experts "
-            "differ. It needs more rounds than this run had.",
+            "The router prefers one expert for every task: it has not learnt yet to tell them apart, though the "
+            "experts differ. It needs more rounds than this run had.",
             highlight=False,
         )
 
