@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedloom.backbones.linear import BLOCK_ROWS, FrozenLinear, quicken
+from fedloom.backbones.linear import BLOCK_ROWS, FrozenLinear, product, quicken
 from fedloom.backbones.load import parameter_hash
 from small_world import small_llama
 
@@ -23,19 +23,30 @@ def frozen(inputs: int, outputs: int, bias: bool) -> FrozenLinear:
 @pytest.mark.parametrize("bias", [False, True])
 def test_value_and_gradient_are_those_of_float64(rows: int, bias: bool) -> None:
     torch.manual_seed(rows)
-    layer = frozen(24, 40, bias)
-    x = torch.randn(rows, 24, requires_grad=True)
+    layer = frozen(240, 400, bias)
+    x = torch.randn(rows, 240, requires_grad=True)
     exact_x = x.detach().double().requires_grad_()
     exact = F.linear(exact_x, layer.weight.double(), layer.bias.double() if bias else None)
     seen = layer(x)
     torch.testing.assert_close(seen.double(), exact, rtol=1e-5, atol=1e-5)
-    grad = torch.randn(rows, 40)
+    grad = torch.randn(rows, 400)
     seen.backward(grad)
     exact.backward(grad.double())
     assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert torch.equal(layer(x), seen)
+
+
+@pytest.mark.parametrize("rows", [6, 16, 17])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_that_is_not_transposed_gives_the_same(rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    layer = nn.Linear(240, 400, bias=bias).requires_grad_(False)
+    assert layer.weight.is_contiguous()
+    x = torch.randn(1, rows, 240)
+    torch.testing.assert_close(product(x, layer.weight, layer.bias), layer(x), rtol=1e-5, atol=1e-5)
+    assert product(x, layer.weight, layer.bias).is_contiguous()
 
 
 def test_a_model_keeps_its_numbers_names_and_hash() -> None:

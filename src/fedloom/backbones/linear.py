@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 #: the rest is padded to one of few sizes.
 BLOCK_ROWS = 256
 
+#: Below this many multiplications, finding the kernel costs more than it saves.
+SMALL = 1 << 19
+
 #: Up to this many rows it pays to let the weight be the left factor of the product.
 FEW_ROWS = 16
 
@@ -75,9 +78,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``x W^T + b`` (…, out) for x (…, in) with at least one row; float32, on a CPU, without a gradient."""
     rows_ni = x.reshape(-1, x.shape[-1])
     n, out_features = rows_ni.shape[0], weight.shape[0]
+    if n * weight.numel() < SMALL:
+        return F.linear(x, weight, bias)
     if 1 < n <= FEW_ROWS < out_features and weight.is_contiguous():
-        y_no = _onednn(weight, rows_ni.contiguous(), None).t()
-        y_no = y_no.contiguous() if bias is None else y_no + bias
+        y_no = _onednn(weight, rows_ni.contiguous(), None).t().contiguous()
+        y_no = y_no if bias is None else y_no.add_(bias)
     elif n <= BLOCK_ROWS:
         y_no = _onednn(_padded(rows_ni), weight, bias)[:n]
     else:
