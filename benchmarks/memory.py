@@ -50,8 +50,8 @@ def simulate(data: Path, clients: int, threads: int) -> None:
                 "backbone": {"name": "tiny", "threads": threads},
                 "data": {"clients": files},
                 "federation": {"rounds": 2},
-                "training": {"steps": 4},
-                "method": {"name": "fedweave", "warmup_steps": 2, "restarts": 2},
+                "training": {"steps": 2},
+                "method": {"name": "fedweave", "warmup_steps": 1, "max_buckets": 3, "restarts": 2},
             }
         )
         metrics = fedloom.run(config, Path(folder) / "run")
