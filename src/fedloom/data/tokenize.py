@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -121,6 +122,12 @@ def _with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[in
     return [bos, *ids[start:]]
 
 
+@functools.cache
+def _one_object(token: int) -> int:
+    """Return the one ``int`` kept of a token id: 8 bytes a token in memory instead of 40."""
+    return token
+
+
 def encode_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids to generate from. ``messages`` hold the conversation up to the last user message."""
     return _with_one_bos(_token_ids([prompt_text(messages, tokenizer)], tokenizer)[0], tokenizer)
@@ -176,7 +183,7 @@ def encode(
         if problem:
             counts[problem] += 1
             continue
-        ids = (*prompt, *response, end)
+        ids = tuple(map(_one_object, (*prompt, *response, end)))
         counts["truncated"] += len(ids) > max_length
         kept.append(Encoded(ids[:max_length], len(prompt), index))
     report = EncodingReport(
