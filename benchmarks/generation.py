@@ -26,7 +26,7 @@ from fedloom.model import LoadedModel, load_model
 from fedloom.runtime.client import Workbench
 from fedloom.types import AdapterSpec, View
 
-REPEATS = 5
+REPEATS = 3
 PROMPT, NEW = 64, 64
 
 

@@ -24,7 +24,7 @@ from fedloom.data.tokenize import Batch, collate, encode
 from fedloom.runtime.client import Workbench
 from fedloom.types import AdapterSpec
 
-REPEATS = 5
+REPEATS = 3
 SPEC = AdapterSpec(("q_proj", "v_proj"), rank=8, alpha=16, dropout=0.05, experts=4, router_hidden=512)
 SINGLE = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
 
