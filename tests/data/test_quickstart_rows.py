@@ -5,7 +5,8 @@ from importlib import resources
 
 import pytest
 
-from fedloom.data.tasks import TASKS, load_task, score_each
+from fedloom.data.metrics import score_each
+from fedloom.data.tasks import TASKS, load_task
 
 ROOT = resources.files("fedloom") / "assets" / "quickstart"
 SIZES = {"gsm8k": (90, 30), "arc_challenge": (90, 30), "tweet_eval_sentiment": (76, 24), "text_edit": (76, 24)}

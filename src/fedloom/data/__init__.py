@@ -1,6 +1,6 @@
 """Rows in, token ids out.
 
-``sources``: files and hub datasets as examples · ``tasks``: prompt and metric of each task ·
+``sources``: files and hub datasets as examples · ``tasks``: prompt of each task · ``metrics``: how answers are scored ·
 ``partition``: examples over clients · ``tokenize``: templates, labels, batches ·
 ``preflight``: counts for ``fedloom check``.
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from fedloom.data.metrics import METRICS, score_each
 from fedloom.data.sources import Example
-from fedloom.data.tasks import METRICS, TASKS, score_each
+from fedloom.data.tasks import TASKS
 from fedloom.data.tokenize import end_token_id
 from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import gates_for, macro
