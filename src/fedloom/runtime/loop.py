@@ -75,23 +75,42 @@ class Federation:
     max_examples: int = 10_000_000
 
 
+@dataclass(frozen=True)
+class Usable:
+    """What is kept in memory of a reply that was found usable; its tensors stay on disk.
+
+    Attributes:
+        receipt: where it lies.
+        round: the round that it answers.
+        counts: see ``Reply``.
+        metrics: see ``Reply``.
+        size: ℓ2 norm of its whole change.
+    """
+
+    receipt: Receipt
+    round: int
+    counts: dict[str, int]
+    metrics: dict[str, float]
+    size: float
+
+
 class Accepted:
     """The accepted replies, read from disk one at a time, in client order, as often as asked (``types.Replies``)."""
 
-    def __init__(self, receipts: Sequence[tuple[Receipt, Order]]) -> None:
-        self.receipts = receipts
+    def __init__(self, found: Sequence[Usable]) -> None:
+        self.found = found
 
     def __iter__(self) -> Iterator[Reply]:
-        for receipt, order in self.receipts:
-            yield decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
+        for usable in self.found:
+            yield decode_reply(usable.receipt.path.read_bytes(), usable.receipt.client, usable.round)
 
     def __len__(self) -> int:
-        return len(self.receipts)
+        return len(self.found)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What became of a round's orders."""
+    """What became of a round's orders: ``receipts`` of all that answered, and what was made of them."""
 
     replies: Accepted
     receipts: Sequence[Receipt]
@@ -101,12 +120,13 @@ class Answers:
 
     def record(self) -> dict[str, Plain]:
         """Describe the exchange for the log."""
-        numbers = {reply.client: (reply.counts, reply.metrics) for reply in self.replies}
+        accepted = {usable.receipt.client: usable for usable in self.replies.found}
         clients = {}
         weights: dict[str, int] = {}
         weighted_loss, supervised = 0.0, 0
         for receipt in self.receipts:
-            counts, metrics = numbers.get(receipt.client, ({}, {}))
+            usable = accepted.get(receipt.client)
+            counts, metrics = (usable.counts, usable.metrics) if usable else ({}, {})
             examples = counts.get("examples", 0)
             sent = {
                 "bytes_up": receipt.bytes_up,
@@ -221,8 +241,33 @@ def make_orders(method: Method, kind: str, state: State, cohort: Sequence[str], 
 
 def change_of(method: Method, order: Order, reply: Reply) -> Tensors:
     """Return how far each tensor of a reply is from where it started."""
-    origins = {name: method.origin(order, name) for name in reply.send}
-    return {name: t if (origin := origins[name]) is None else t - origin for name, t in reply.send.items()}
+    change = dict(reply.send)
+    for name, tensor in reply.send.items():
+        if (origin := method.origin(order, name)) is not None:
+            change[name] = tensor - origin
+    return change
+
+
+def examine(method: Method, order: Order, receipt: Receipt, federation: Federation) -> Usable:
+    """Read one reply and check it by itself.
+
+    Raises:
+        UpdateRejected: it is not usable.
+    """
+    reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
+    examples = reply.counts.get("examples", 0)
+    if examples == 0:
+        raise UpdateRejected("it counts no examples")
+    if examples > federation.max_examples:
+        raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
+    check_reply(reply, method.expected(order, reply))
+    change = change_of(method, order, reply)
+    limit = federation.norm_factor * reach(
+        order.training, method.local_steps(order), sum(t.numel() for t in change.values())
+    )
+    if (size := norm(change)) > limit:
+        raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
+    return Usable(receipt, order.round, reply.counts, reply.metrics, size)
 
 
 def judge(
@@ -236,37 +281,19 @@ def judge(
     first = {receipt.client: receipt for receipt in reversed(receipts)}  # a second answer of one client is not read
     receipts = sorted(first.values(), key=lambda r: r.client)
     asked = {order.client: order for order in orders}
-    accepted: list[tuple[Receipt, Order]] = []
+    accepted: list[Usable] = []
     quarantined: dict[str, str] = {}
-    norms: list[float] = []
     for receipt in receipts:
-        order = asked.get(receipt.client)
-        if order is None:
-            quarantined[receipt.client] = "it was not asked"
-            continue
         try:
-            reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
-            examples = reply.counts.get("examples", 0)
-            if examples == 0:
-                raise UpdateRejected("it counts no examples")
-            if examples > federation.max_examples:
-                raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
-            check_reply(reply, method.expected(order, reply))
-            change = change_of(method, order, reply)
-            limit = federation.norm_factor * reach(
-                order.training, method.local_steps(order), sum(t.numel() for t in change.values())
-            )
-            if (size := norm(change)) > limit:
-                raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
+            if receipt.client not in asked:
+                raise UpdateRejected("it was not asked")
+            accepted.append(examine(method, asked[receipt.client], receipt, federation))
         except UpdateRejected as reason:
             quarantined[receipt.client] = printable(str(reason), MAX_REASON)
-            continue
-        norms.append(size)
-        accepted.append((receipt, order))
-    for index in reversed(absurd_norms(norms, federation.norm_factor)):
-        receipt, _ = accepted.pop(index)
-        quarantined[receipt.client] = (
-            f"its norm {norms[index]:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
+    for index in reversed(absurd_norms([usable.size for usable in accepted], federation.norm_factor)):
+        usable = accepted.pop(index)
+        quarantined[usable.receipt.client] = (
+            f"its norm {usable.size:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
         )
     absent = sorted(asked.keys() - {r.client for r in receipts})
     if len(accepted) < federation.min_replies:
