@@ -106,7 +106,7 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
     spec = kind().deployed(plain, experts)
     sizes = {n: torch.Size(s).numel() for n, s in expected_shapes(spec, shapes, config.hidden_size).items()}
     lora = sum(n for name, n in sizes.items() if name.startswith("experts/"))
-    router = spec.routers * sum(n for name, n in sizes.items() if name.startswith("router/"))
+    router = sum(n for name, n in sizes.items() if not name.startswith("experts/"))
     signature = sum(n for name, n in sizes.items() if name.startswith("experts/0/") and name.endswith(".lora_B"))
     return Budget(
         backbone=backbone,

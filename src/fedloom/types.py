@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 
 #: Flat name → tensor. Expert ``m`` of module ``p`` is ``experts/<m>/<p>.lora_A`` (rank, in) and
-#: ``experts/<m>/<p>.lora_B`` (out, rank); router parameters are ``router/<name>``.
+#: ``experts/<m>/<p>.lora_B`` (out, rank); router parameters are ``router/<name>``, or ``routers/<j>/<name>`` where a
+#: model has several; ``mixers/<p>.weight`` (slots, in) routes each token at module ``p``; ``base/<p>.delta`` (out, in)
+#: is a frozen addition to the weight of ``p``.
 Tensors = dict[str, torch.Tensor]
 
 #: Anything JSON can hold.
@@ -19,7 +21,7 @@ Plain = Any
 def component(name: str) -> str:
     """Return the aggregation unit of a name: ``experts/3/x.lora_A`` → ``experts/3``; ``router/w`` → ``router``."""
     parts = name.split("/")
-    return "/".join(parts[:2]) if parts[0] == "experts" else parts[0]
+    return "/".join(parts[:2]) if parts[0] in ("experts", "routers") else parts[0]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ class AdapterSpec:
         alpha: LoRA alpha; the path is scaled by ``alpha / rank``.
         dropout: dropout probability on the LoRA path, before A.
         experts: number of experts M. One expert is plain LoRA.
-        router_hidden: width of the router's hidden layer; 0 means no router.
-        routers: how many routers the method keeps in all (client-cluster methods keep one each).
+        router_hidden: width of the router's hidden layer; 0 means no such router.
+        routers: number of routers; the gates of several are averaged (FedLEASE: one router per client cluster).
+        centroids: route by the nearest centroid in feature space (FedRouter) instead of a learned router.
+        slots: route each token at each module by a linear mixer with these slots: slot j feeds expert ``slots[j]``, and
+            an expert's weight is the sum over its slots (FedLEASE's adaptive top-M, FedALT). Empty: no mixers.
+        slot_top: how many slots a token keeps, renormalised; 0 keeps all.
+        base_delta: every targeted module has a frozen dense addition to its weight (FLoRA, FedEx-LoRA).
     """
 
     targets: tuple[str, ...]
@@ -43,17 +50,21 @@ class AdapterSpec:
     experts: int = 1
     router_hidden: int = 0
     routers: int = 1
+    centroids: bool = False
+    slots: tuple[int, ...] = ()
+    slot_top: int = 0
+    base_delta: bool = False
 
     @property
     def scaling(self) -> float:
         return self.alpha / self.rank
 
     def to_plain(self) -> dict[str, Plain]:
-        return {**asdict(self), "targets": list(self.targets)}
+        return {**asdict(self), "targets": list(self.targets), "slots": list(self.slots)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Plain]) -> AdapterSpec:
-        return cls(**{**plain, "targets": tuple(plain["targets"])})
+        return cls(**{**plain, "targets": tuple(plain["targets"]), "slots": tuple(plain.get("slots", ()))})
 
 
 @dataclass(frozen=True)
@@ -125,12 +136,21 @@ class Reply:
 
 @dataclass(frozen=True)
 class State:
-    """The server's whole state: tensors and plain values, nothing else, so that a checkpoint misses nothing."""
+    """The server's whole state: tensors and plain values, nothing else, so that a checkpoint misses nothing.
+
+    Attributes:
+        round: the last round merged; 0 before the first.
+        tensors: the model that ``spec`` grafts.
+        spec: what to graft.
+        values: plain values.
+        kept: tensors beside the model: control variates, moments of a server optimiser, single clients' adapters.
+    """
 
     round: int
     tensors: Tensors
     spec: AdapterSpec
     values: dict[str, Plain] = field(default_factory=dict)
+    kept: Tensors = field(default_factory=dict)
 
 
 class Replies(Protocol):

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from fedloom.adapters.moe_lora import Gates, MoELoRALinear, Routing, check_dropout, linear_shape
-from fedloom.adapters.router import Router, route
+from fedloom.adapters.moe_lora import Gates, Mixer, MoELoRALinear, Routing, check_dropout, linear_shape
+from fedloom.adapters.router import build_router, route, router_names
 from fedloom.adapters.state import check_tensors, initial_tensors, stack, strip_prefixes, strip_wrapper_prefixes
 from fedloom.errors import AdapterError, nearest
 from fedloom.types import AdapterSpec, Tensors
@@ -129,9 +129,9 @@ class Grafted:
         matched = _matched(inner, spec.targets)
         self.model = model
         self.shapes = target_modules(inner, spec.targets)
-        self.hidden_size = _hidden_size(inner, hidden_size) if spec.router_hidden else (hidden_size or 0)
+        self.hidden_size = hidden_size or 0
         self.layers: dict[str, MoELoRALinear] = {}
-        self.router: Router | None = None
+        self.router: nn.Module | None = None
         self._given_hidden_size = hidden_size
         self._names = {path: name for path, (name, _) in matched.items()}
         self._bases = {path: module for path, (_, module) in matched.items()}
@@ -144,16 +144,19 @@ class Grafted:
     def _build(self, spec: AdapterSpec) -> None:
         """Put freshly drawn mixture layers around the base layers."""
         self.spec = spec
-        self.gates = Gates(spec.experts, spec.rank)
+        self.gates = Gates(spec.experts, spec.rank, per_token=bool(spec.slots))
         inner = unwrap(self.model)
         for path, base in self._bases.items():
-            self.layers[path] = MoELoRALinear(base, self.gates, spec.alpha, spec.dropout)
-            inner.set_submodule(self._names[path], self.layers[path])
-        self.router = None
-        if spec.router_hidden:
+            width = self.shapes[path][1]
+            mixer = Mixer(width, spec.slots, spec.slot_top, spec.experts) if spec.slots else None
+            layer = MoELoRALinear(base, self.gates, spec.alpha, spec.dropout, mixer, spec.base_delta)
+            self.layers[path] = layer
+            inner.set_submodule(self._names[path], layer)
+        if spec.router_hidden or spec.centroids:
             self.hidden_size = _hidden_size(inner, self._given_hidden_size)
-            device = next(iter(self.layers.values())).A.device
-            self.router = Router(self.hidden_size, spec.router_hidden, spec.experts).to(device)
+        self.router = build_router(spec, self.hidden_size)
+        if self.router is not None:
+            self.router.to(next(iter(self.layers.values())).A.device)
         self.load(initial_tensors(spec, self.shapes, self.hidden_size, torch.Generator().manual_seed(0)))
 
     def respec(self, spec: AdapterSpec) -> None:
@@ -166,7 +169,7 @@ class Grafted:
         if tuple(spec.targets) != tuple(self.spec.targets):
             raise AdapterError(f"Targets are fixed at graft: {self.spec.targets}, not {spec.targets}. Ungraft first.")
         _check_spec(spec)
-        same_tensors = replace(spec, alpha=self.spec.alpha, dropout=self.spec.dropout, routers=self.spec.routers)
+        same_tensors = replace(spec, alpha=self.spec.alpha, dropout=self.spec.dropout)
         if same_tensors == self.spec:
             self.spec = spec
             for layer in self.layers.values():
@@ -183,7 +186,7 @@ class Grafted:
             for path, (A_Mri, B_Mor) in stack(clean, self.spec, self.shapes).items():
                 self.layers[path].A.copy_(A_Mri)
                 self.layers[path].B.copy_(B_Mor)
-            for name, parameter in self._router_parameters().items():
+            for name, parameter in self._other_parameters().items():
                 parameter.copy_(clean[name])
 
     def read(self) -> Tensors:
@@ -191,33 +194,41 @@ class Grafted:
         return {name: slot.value.float().clone() for name, slot in self.parameters_by_name().items()}
 
     def parameters_by_name(self) -> dict[str, Slot]:
-        """Return flat name → where it lives, expert by expert in model order, then the router."""
+        """Return flat name → where it lives, expert by expert in model order, then routers, mixers and additions."""
         slots: dict[str, Slot] = {}
         for m in range(self.spec.experts):
             for path, layer in self.layers.items():
                 slots[f"experts/{m}/{path}.lora_A"] = Slot(layer.A, m)
                 slots[f"experts/{m}/{path}.lora_B"] = Slot(layer.B, m)
-        return slots | {name: Slot(parameter) for name, parameter in self._router_parameters().items()}
+        return slots | {name: Slot(parameter) for name, parameter in self._other_parameters().items()}
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the stacked Parameters of all experts, in model order."""
         return [p for layer in self.layers.values() for p in (layer.A, layer.B)]
 
     def router_parameters(self) -> list[nn.Parameter]:
-        """Return the router's Parameters; empty without a router."""
-        return list(self._router_parameters().values())
+        """Return the Parameters that route, of routers and mixers, as far as they are trained."""
+        return [p for p in self._other_parameters().values() if p.requires_grad]
 
-    def _router_parameters(self) -> dict[str, nn.Parameter]:
-        return {} if self.router is None else {f"router/{n}": p for n, p in self.router.named_parameters()}
+    def _other_parameters(self) -> dict[str, nn.Parameter]:
+        found = router_names(self.spec, self.router)
+        for path, layer in self.layers.items():
+            if layer.mixer is not None:
+                found[f"mixers/{path}.weight"] = layer.mixer.weight
+        for path, layer in self.layers.items():
+            if layer.delta is not None:
+                found[f"base/{path}.delta"] = layer.delta
+        return found
 
     def route(self, features: Tensor, mode: str) -> Routing:
         """Route each example by its features (b, hidden_size); see ``router.route`` for the modes and results.
 
-        A single expert without a router gets every example, whatever the mode (unless ``off``).
+        A single expert without a router gets every example, whatever the mode (unless ``off``). A model that routes
+        per token does so whatever the mode, and the result only says that its adapters are on.
         """
         if self.router is not None:
             return route(self.router(features.float()), mode)
-        if self.spec.experts > 1:
+        if self.spec.experts > 1 and not self.spec.slots:
             raise AdapterError(f"{self.spec.experts} experts without a router: give the gates yourself.")
         return route(features.new_zeros(features.shape[0], 1), mode)
 
@@ -310,4 +321,8 @@ def _check_spec(spec: AdapterSpec) -> None:
             f"An adapter needs rank ≥ 1, experts ≥ 1 and router_hidden ≥ 0, "
             f"got {spec.rank}, {spec.experts}, {spec.router_hidden}."
         )
+    if spec.routers < 1 or (spec.centroids and spec.router_hidden):
+        raise AdapterError("An adapter needs routers ≥ 1, and has centroids or learned routers, not both.")
+    if any(not 0 <= expert < spec.experts for expert in spec.slots) or not 0 <= spec.slot_top <= len(spec.slots):
+        raise AdapterError(f"Mixer slots {spec.slots} (top {spec.slot_top}) do not fit {spec.experts} experts.")
     check_dropout(spec.dropout)

@@ -31,6 +31,7 @@ class Gates:
     Modes: ``unset`` (plain LoRA; only a single expert can do without gates), ``off``, ``soft``, ``top1``.
 
     Attributes:
+        per_token: the layers route by mixers of their own; all that can be said here is ``off``.
         soft_bR: gates repeated over each expert's rank, so that layers need one multiplication.
         index_b: chosen expert of each example.
         shared: the expert that all examples chose, if they did.
@@ -39,6 +40,7 @@ class Gates:
     experts: int
     rank: int
     mode: str = "unset"
+    per_token: bool = False
     soft_bR: Tensor | None = field(default=None, repr=False)
     index_b: Tensor | None = field(default=None, repr=False)
     shared: int | None = None
@@ -51,6 +53,8 @@ class Gates:
         self.unset()
         if routing is None:
             self.mode = "off"
+        elif self.per_token:
+            return
         elif not routing.is_floating_point():
             self._set_index(routing)
         elif routing.dim() != 2 or routing.shape[1] != self.experts:
@@ -120,6 +124,35 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+class Mixer(nn.Module):
+    """Token-level routing at one layer: softmax over slots, the top slots kept and renormalised, summed per expert.
+
+    FedLEASE (arXiv 2509.15087) gives a client's own expert M of 2M − 1 slots and keeps M; FedALT gives its two adapters
+    one slot each and keeps both.
+
+    Args:
+        in_features: width of the layer's input.
+        slots: expert of each slot.
+        top: slots kept per token; 0 keeps all.
+        experts: M.
+    """
+
+    def __init__(self, in_features: int, slots: tuple[int, ...], top: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(len(slots), in_features))
+        self.top = top
+        self.register_buffer("expert_SM", F.one_hot(torch.tensor(slots), experts).float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the gates (…, M) of each token of ``x`` (…, in), float32."""
+        gates_S = F.linear(x, self.weight).softmax(dim=-1)
+        if 0 < self.top < gates_S.shape[-1]:
+            chosen = gates_S.sort(dim=-1, descending=True, stable=True).indices[..., : self.top]
+            gates_S = gates_S * torch.zeros_like(gates_S).scatter(-1, chosen, 1.0)
+            gates_S = gates_S / gates_S.sum(-1, keepdim=True)
+        return gates_S @ cast(Tensor, self.expert_SM)
+
+
 class MoELoRALinear(nn.Module):
     """``y = base(x) + s Σ_m g_m B_m A_m dropout(x)`` with frozen ``base``; one expert is plain LoRA.
 
@@ -130,9 +163,19 @@ class MoELoRALinear(nn.Module):
         gates: routing shared with the model's other layers; it also says M and r.
         alpha: LoRA alpha, s = alpha / rank.
         dropout: dropout probability before A, in training only.
+        mixer: routes each token by its undropped input, in place of ``gates``.
+        delta: whether a frozen dense addition to the weight, (out, in), is part of the layer.
     """
 
-    def __init__(self, base: nn.Module, gates: Gates, alpha: float, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        gates: Gates,
+        alpha: float,
+        dropout: float = 0.0,
+        mixer: Mixer | None = None,
+        delta: bool = False,
+    ) -> None:
         super().__init__()
         shape = linear_shape(base)
         if shape is None:
@@ -146,6 +189,9 @@ class MoELoRALinear(nn.Module):
         self.dropout = dropout
         self.A = nn.Parameter(torch.zeros(gates.experts, gates.rank, in_features, device=device))
         self.B = nn.Parameter(torch.zeros(gates.experts, out_features, gates.rank, device=device))
+        self.mixer = mixer if mixer is None else mixer.to(device)
+        zeros = torch.zeros(out_features, in_features, device=device) if delta else None
+        self.delta = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +200,7 @@ class MoELoRALinear(nn.Module):
         gates = self.gates
         if gates.mode == "off":
             return y
-        if gates.mode == "unset" and gates.experts > 1:
+        if gates.mode == "unset" and gates.experts > 1 and self.mixer is None:
             raise AdapterError(
                 f"A model with {gates.experts} experts needs gates: run the forward pass (and, under gradient "
                 "checkpointing, the backward pass too) inside `with grafted.routing(gates):`."
@@ -168,6 +214,9 @@ class MoELoRALinear(nn.Module):
         """Return ``y`` plus the experts' outputs in ``y``'s type."""
         gates, scale = self.gates, self.scaling
         z = x.float()
+        if self.delta is not None:
+            y = y + F.linear(z, self.delta).to(y.dtype)
+        mixed_R = None if self.mixer is None else self.mixer(z).repeat_interleave(gates.rank, dim=-1)  # (b, t, R)
         if self.training and self.dropout > 0.0:
             z, keep = dropout(z, self.dropout)
             scale *= keep
@@ -181,7 +230,10 @@ class MoELoRALinear(nn.Module):
         A_Ri = A_Mri.flatten(0, 1)
         B_oR = B_Mor.permute(1, 0, 2).flatten(1)
         h = F.linear(z, A_Ri)  # (b, t, R)
-        h = h * (scale if gates.soft_bR is None else _per_example(gates.soft_bR * scale, h))
+        if mixed_R is not None:
+            h = h * (mixed_R * scale)
+        else:
+            h = h * (scale if gates.soft_bR is None else _per_example(gates.soft_bR * scale, h))
         y_no = y.float().flatten(0, -2)
         return torch.addmm(y_no, h.flatten(0, -2), B_oR.t()).view(y.shape).to(y.dtype)
 

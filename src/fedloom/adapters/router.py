@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import AdapterError
+from fedloom.types import AdapterSpec
 
 
 class Router(nn.Sequential):
@@ -24,14 +25,59 @@ class Router(nn.Sequential):
         )
 
 
-def router_shapes(hidden: int, width: int, experts: int) -> dict[str, tuple[int, ...]]:
-    """Return the flat names and shapes of a router's tensors."""
-    return {
-        "router/0.weight": (width, hidden),
-        "router/0.bias": (width,),
-        "router/2.weight": (experts, width),
-        "router/2.bias": (experts,),
-    }
+class Routers(nn.ModuleList):
+    """Several routers over the same experts; their gates are averaged, so logits are the log of the mean gate.
+
+    FedLEASE in the form of arXiv 2607.26618 keeps one router per client cluster and the paper does not say which one
+    answers for the global model; the mean asks every cluster.
+    """
+
+    def __init__(self, count: int, hidden_size: int, width: int, experts: int) -> None:
+        super().__init__(Router(hidden_size, width, experts) for _ in range(count))
+
+    def forward(self, features: Tensor) -> Tensor:
+        gates_RbM = torch.stack([router(features).softmax(dim=-1) for router in self])
+        return gates_RbM.mean(0).log()
+
+
+class CentroidRouter(nn.Module):
+    """Logits are minus the squared distance of the ℓ2-normalised feature to each expert's centroid (M, hidden).
+
+    FedRouter (arXiv 2604.00050): an example goes to the nearest centroid. Nothing here is trained.
+    """
+
+    def __init__(self, hidden_size: int, experts: int) -> None:
+        super().__init__()
+        self.centroids = nn.Parameter(torch.zeros(experts, hidden_size), requires_grad=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        unit_bh = nn.functional.normalize(features, dim=-1)
+        return -(unit_bh[:, None, :] - self.centroids).square().sum(-1)
+
+
+def build_router(spec: AdapterSpec, hidden_size: int) -> nn.Module | None:
+    """Return the sentence router that ``spec`` asks for, if any."""
+    if spec.centroids:
+        return CentroidRouter(hidden_size, spec.experts)
+    if spec.router_hidden and spec.routers > 1:
+        return Routers(spec.routers, hidden_size, spec.router_hidden, spec.experts)
+    return Router(hidden_size, spec.router_hidden, spec.experts) if spec.router_hidden else None
+
+
+def router_names(spec: AdapterSpec, router: nn.Module | None) -> dict[str, nn.Parameter]:
+    """Return flat name → Parameter: ``router/<name>``, or ``routers/<j>/<name>`` for several."""
+    if router is None:
+        return {}
+    if isinstance(router, Routers):
+        return {f"routers/{n.replace('.', '/', 1)}": p for n, p in router.named_parameters()}
+    return {f"router/{n}": p for n, p in router.named_parameters()}
+
+
+def router_shapes(spec: AdapterSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the flat names and shapes of a specification's sentence router; empty without one."""
+    with torch.device("meta"):
+        named = router_names(spec, build_router(spec, hidden))
+    return {name: tuple(parameter.shape) for name, parameter in named.items()}
 
 
 def route(logits: Tensor, mode: str) -> Tensor | None:

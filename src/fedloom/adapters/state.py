@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.adapters.router import router_shapes
 from fedloom.errors import AdapterError, nearest
-from fedloom.numerics.init import lora_init, router_init
+from fedloom.numerics.init import lora_init, mixer_init, router_init
 from fedloom.types import AdapterSpec, Tensors
 
 #: Module path → (out, in) of every targeted linear layer, in model order.
@@ -71,11 +71,14 @@ def bare_shapes(shapes: Shapes, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def expected_shapes(spec: AdapterSpec, shapes: Shapes, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return flat name → shape of everything that ``spec`` grafts: the experts, and the router if it has one."""
+    """Return flat name → shape of everything that ``spec`` grafts: experts, router, mixers, frozen additions."""
     one = bare_shapes(shapes, spec.rank)
     expected = {f"experts/{m}/{name}": shape for m in range(spec.experts) for name, shape in one.items()}
-    if spec.router_hidden:
-        expected.update(router_shapes(hidden, spec.router_hidden, spec.experts))
+    expected |= router_shapes(spec, hidden)
+    if spec.slots:
+        expected |= {f"mixers/{path}.weight": (len(spec.slots), width) for path, (_, width) in shapes.items()}
+    if spec.base_delta:
+        expected |= {f"base/{path}.delta": shape for path, shape in shapes.items()}
     return expected
 
 
@@ -116,17 +119,6 @@ def stack(tensors: Mapping[str, Tensor], spec: AdapterSpec, shapes: Shapes) -> d
     return {path: (stacked(f"{path}.lora_A"), stacked(f"{path}.lora_B")) for path in shapes}
 
 
-def unstack(stacked: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
-    """Undo ``stack``: flat names, expert by expert in model order. The tensors are views."""
-    experts = next(iter(stacked.values()))[0].shape[0] if stacked else 0
-    flat: Tensors = {}
-    for m in range(experts):
-        for path, (A_Mri, B_Mor) in stacked.items():
-            flat[f"experts/{m}/{path}.lora_A"] = A_Mri[m]
-            flat[f"experts/{m}/{path}.lora_B"] = B_Mor[m]
-    return flat
-
-
 def pick_expert(tensors: Mapping[str, Tensor], expert: int) -> Tensors:
     """Return expert ``expert``'s tensors under bare names."""
     prefix = f"experts/{expert}/"
@@ -142,8 +134,18 @@ def place_expert(bare: Mapping[str, Tensor], expert: int) -> Tensors:
 
 
 def initial_tensors(spec: AdapterSpec, shapes: Shapes, hidden: int, generator: torch.Generator) -> Tensors:
-    """Draw everything that ``spec`` grafts: each expert of its own, then the router."""
+    """Draw all that ``spec`` grafts: each expert of its own, then routers and mixers; centroids and additions are zero."""
     tensors = lora_init(shapes, spec.rank, spec.experts, generator)
+    for name, shape in expected_shapes(spec, shapes, hidden).items():
+        if not name.startswith("experts/"):
+            tensors[name] = torch.zeros(shape)
     if spec.router_hidden:
-        tensors |= router_init(hidden, spec.router_hidden, spec.experts, generator)
+        drawn = [router_init(hidden, spec.router_hidden, spec.experts, generator) for _ in range(spec.routers)]
+        if spec.routers == 1:
+            tensors |= drawn[0]
+        else:
+            for j, router in enumerate(drawn):
+                tensors |= {name.replace("router/", f"routers/{j}/", 1): tensor for name, tensor in router.items()}
+    if spec.slots:
+        tensors |= mixer_init(shapes, len(spec.slots), generator)
     return tensors

@@ -48,3 +48,15 @@ def router_init(hidden: int, width: int, experts: int, generator: torch.Generato
         "router/2.weight": _uniform((experts, width), second, generator),
         "router/2.bias": _uniform((experts,), second, generator),
     }
+
+
+def mixer_init(shapes: Mapping[str, tuple[int, int]], slots: int, generator: torch.Generator) -> Tensors:
+    """Draw one token mixer per module, Kaiming-uniform with a = √5 and without bias: U(±1/√in).
+
+    Returns:
+        ``mixers/<path>.weight`` (slots, in), float32.
+    """
+    return {
+        f"mixers/{path}.weight": _uniform((slots, width), 1 / math.sqrt(width), generator)
+        for path, (_, width) in shapes.items()
+    }

@@ -99,9 +99,11 @@ def decode_reply(data: bytes, client: str, round: int) -> Reply:
 
 
 def encode_state(state: State) -> bytes:
-    return encode(state.tensors, {"round": state.round, "spec": state.spec.to_plain(), "values": state.values})
+    tensors = state.tensors | {f"kept:{name}": tensor for name, tensor in state.kept.items()}
+    return encode(tensors, {"round": state.round, "spec": state.spec.to_plain(), "values": state.values})
 
 
 def decode_state(data: bytes) -> State:
     tensors, header = decode(data)
-    return State(header["round"], tensors, AdapterSpec.from_plain(header["spec"]), header["values"])
+    kept = {name.removeprefix("kept:"): tensors.pop(name) for name in list(tensors) if name.startswith("kept:")}
+    return State(header["round"], tensors, AdapterSpec.from_plain(header["spec"]), header["values"], kept)
