@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from fedloom.errors import DataError
+from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
-from fedloom.runtime.wire import decode_state
 from fedloom.types import Plain
 
 
@@ -88,10 +88,11 @@ def _buckets(out: Path, metrics: dict[str, Plain]) -> dict[str, list[Bucket]]:
     alignment = metrics.get("alignment")
     if alignment:
         return {client: [Bucket(**b) for b in found["buckets"]] for client, found in alignment["clients"].items()}
-    states = sorted((out / "checkpoints").glob("round-*/state.safetensors"))
-    if metrics["experts"] == 1 or not states:
+    checkpoints = CheckpointFolder(out / "checkpoints", {})
+    rounds = checkpoints.rounds()
+    if metrics["experts"] == 1 or not rounds:
         return {}
-    values = decode_state(states[-1].read_bytes()).values
+    values = checkpoints.state(rounds[-1]).values
     return {
         client: [Bucket(n, m, {}) for n, m in zip(values["sizes"][client], experts, strict=True)]
         for client, experts in sorted(values.get("assignment", {}).items())

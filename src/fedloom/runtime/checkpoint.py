@@ -65,18 +65,21 @@ class CheckpointFolder:
         named = (json.loads((self.path(r) / "checkpoint.json").read_text())["memories"] for r in self.rounds())
         return {version for memories in named for version in memories.values()}
 
+    def state(self, round: int) -> State:
+        """Load the server's state of a checkpoint, of whatever configuration."""
+        return decode_state((self.path(round) / "state.safetensors").read_bytes())
+
     def load(self, round: int) -> Checkpoint:
         """Load a checkpoint.
 
         Raises:
             ConfigError: it was written by a run with another configuration.
         """
-        folder = self.path(round)
-        found = json.loads((folder / "checkpoint.json").read_text())
+        found = json.loads((self.path(round) / "checkpoint.json").read_text())
         if found["identity"] != self.identity:
             different = [k for k in self.identity if found["identity"].get(k) != self.identity[k]]
             raise ConfigError(
                 f"{self.folder} was written with another {', '.join(different)}: resume with the configuration that "
                 "started the run, or give another --out."
             )
-        return Checkpoint(decode_state((folder / "state.safetensors").read_bytes()), found["memories"])
+        return Checkpoint(self.state(round), found["memories"])
