@@ -39,7 +39,7 @@ def measure(args: Namespace) -> list[Comparison]:
         model, prompts = trained_model(args, Path(folder) / "model", rows)
 
     def mixture(batch: int, routing: str) -> list[list[int]]:
-        _, chosen = model._route(prompts[:batch], routing)
+        chosen = model._route(prompts[:batch], routing)
         return greedy(model.bench, prompts[:batch], chosen, NEW, [])
 
     def plain(backbone: torch.nn.Module, batch: int) -> list[list[int]]:
@@ -73,7 +73,7 @@ def measure(args: Namespace) -> list[Comparison]:
             compare(name, seconds, "soft", "top-1", "<= 1.10"),
             compare(f"{name}, frozen layers through oneDNN on both sides", seconds, "top-1", "bare, quick"),
         ]
-        chosen = model._route(prompts[:batch], "top1")[1].tolist()
+        chosen = model._route(prompts[:batch], "top1").tolist()
         results[-3].note = f"experts chosen: {chosen}."
     return results
 

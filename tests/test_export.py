@@ -302,19 +302,27 @@ def test_evaluating_files_is_the_loss_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value"),
+    ("section", "field", "value", "says"),
     [
-        ("adapter", "experts", 10**9),
-        ("adapter", "rank", "8"),
-        ("adapter", "targets", 5),
-        ("adapter", "unknown", 1),
-        ("backbone", "name", ["x"]),
-        ("backbone", "dtype", "float3"),
-        ("backbone", "hash", None),
+        ("adapter", "experts", 10**9, "'adapter.experts' has a value"),
+        ("adapter", "rank", "8", "'adapter.rank'"),
+        ("adapter", "rank", True, "'adapter.rank'"),
+        ("adapter", "router_hidden", -1, "'adapter.router_hidden'"),
+        ("adapter", "targets", 5, "not iterable"),
+        ("adapter", "targets", [5], "'adapter.targets'"),
+        ("adapter", "unknown", 1, "'unknown'"),
+        ("adapter", "alpha", None, "'adapter.alpha'"),
+        ("backbone", "name", ["x"], "'backbone.name'"),
+        ("backbone", "dtype", "float3", "'backbone.dtype'"),
+        ("backbone", "dtype", ["float32"], "'backbone.dtype'"),
+        ("backbone", "hash", None, "'backbone.hash'"),
+        (None, "experts", [{}, {}], "'experts'"),
+        (None, "max_length", "512", "'max_length'"),
+        (None, "routing", 1, "'routing'"),
     ],
 )
 def test_a_hostile_description_is_refused_before_anything_is_allocated(
-    section: str, field: str, value: object, tmp_path: Path
+    section: str | None, field: str, value: object, says: str, tmp_path: Path
 ) -> None:
     about = {
         "format": 1,
@@ -324,7 +332,7 @@ def test_a_hostile_description_is_refused_before_anything_is_allocated(
         "max_length": 512,
         "experts": [{}],
     }
-    about[section][field] = value  # type: ignore[index]
+    (about[section] if section else about)[field] = value  # type: ignore[index]
     (tmp_path / "fedloom.json").write_text(json.dumps(about))
-    with pytest.raises(ModelFolderError, match=r"fedloom\.json"):
+    with pytest.raises(ModelFolderError, match=rf"fedloom\.json.*{says}"):
         load_model(tmp_path)

@@ -176,7 +176,7 @@ def generate(
 
     loaded = load_model(model, backbone=backbone)
     answer = loaded.generate(prompt, routing=routing, max_new_tokens=max_new_tokens)
-    gates = loaded.gates([prompt])[0].tolist()
+    gates = loaded.gates([prompt])[0].tolist() if explain or as_json else []
     if as_json:
         _print_json({"prompt": prompt, "text": answer, "routing": routing or loaded.routing, "gates": gates})
         return

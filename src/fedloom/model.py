@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from fedloom.adapters.moe_lora import Routing
 from fedloom.adapters.peft_io import load_expert
 from fedloom.adapters.state import place_expert
 from fedloom.backbones.features import prompt_features
@@ -47,7 +48,8 @@ class LoadedModel:
 
     def gates(self, prompts: Sequence[str]) -> torch.Tensor:
         """Return the softmax gate of every expert for each prompt, (n, M); ones for a model with one expert."""
-        gates, _ = self._route([self._encode(p) for p in prompts], "soft")
+        gates = self._route([self._encode(p) for p in prompts], "soft")
+        assert gates is not None
         return gates
 
     def generate(
@@ -63,7 +65,7 @@ class LoadedModel:
         """
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         ids = [self._encode(text) for text in texts]
-        _, chosen = self._route(ids, routing or self.routing)
+        chosen = self._route(ids, routing or self.routing)
         tokenizer = self.bench.backbone.tokenizer
         answers = greedy(self.bench, ids, chosen, max_new_tokens, [end_token_id(tokenizer)])
         decoded = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
@@ -75,17 +77,15 @@ class LoadedModel:
         return encode_prompt([("user", text)], self.bench.backbone.tokenizer)
 
     @torch.no_grad()
-    def _route(self, ids: Sequence[Sequence[int]], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _route(self, ids: Sequence[Sequence[int]], mode: str) -> Routing:
+        """Route each prompt by the frozen backbone's features of it."""
         grafted, backbone = self.bench.grafted, self.bench.backbone
         if grafted.router is None:
             features = torch.zeros(len(ids), backbone.hidden_size)
         else:
             with grafted.routing(None):
                 features = prompt_features(backbone, ids)
-        features = features.to(backbone.device)
-        gates = grafted.route(features, "soft")
-        assert gates is not None
-        return gates, grafted.route(features, mode)
+        return grafted.route(features.to(backbone.device), mode)
 
 
 def load_model(
@@ -141,21 +141,32 @@ def load_model(
 
 def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
     """Return the specification, refusing what no model has: a folder is input like any other."""
+    path = folder / "fedloom.json"
     try:
-        spec = AdapterSpec.from_plain(about["adapter"])
-        numbers = (spec.rank, spec.experts, spec.router_hidden)
-        sane = all(type(n) is int and 0 <= n <= limit for n, limit in zip(numbers, (4096, 1024, 65536), strict=True))
-        texts = [about["backbone"][key] for key in ("name", "hash", "dtype", "tokenizer_hash")]
-        sane = sane and min(numbers[:2]) > 0 and all(isinstance(text, str) and len(text) < 1024 for text in texts)
-        sane = sane and all(isinstance(target, str) for target in spec.targets) and about["backbone"]["dtype"] in DTYPES
-        sane = sane and all(isinstance(x, int | float) for x in (spec.alpha, spec.dropout))
-        sane = sane and isinstance(about["experts"], list) and len(about["experts"]) == spec.experts
-        sane = sane and type(about["max_length"]) is int and isinstance(about["routing"], str)
+        spec, backbone, experts = AdapterSpec.from_plain(about["adapter"]), about["backbone"], about["experts"]
+        texts = ("name", "hash", "dtype", "tokenizer_hash")
+        fields = (
+            ("adapter.targets", all(isinstance(target, str) for target in spec.targets)),
+            ("adapter.rank", _whole(spec.rank, 1, 4096)),
+            ("adapter.experts", _whole(spec.experts, 1, 1024)),
+            ("adapter.router_hidden", _whole(spec.router_hidden, 0, 65536)),
+            ("adapter.alpha", isinstance(spec.alpha, int | float)),
+            ("adapter.dropout", isinstance(spec.dropout, int | float)),
+            *((f"backbone.{key}", isinstance(backbone[key], str) and len(backbone[key]) < 1024) for key in texts),
+            ("backbone.dtype", backbone["dtype"] in tuple(DTYPES)),
+            ("experts", isinstance(experts, list) and len(experts) == spec.experts),
+            ("max_length", type(about["max_length"]) is int),
+            ("routing", isinstance(about["routing"], str)),
+        )
     except (TypeError, KeyError, AttributeError) as error:
-        raise ModelFolderError(f"{folder / 'fedloom.json'} lacks a field or has a wrong type: {error}.") from error
-    if not sane:
-        raise ModelFolderError(f"{folder / 'fedloom.json'} has a field with a value that no model has.")
+        raise ModelFolderError(f"{path} lacks a field or has a wrong type: {error}.") from error
+    if bad := [name for name, sane in fields if not sane]:
+        raise ModelFolderError(f"{path}: {bad[0]!r} has a value that no model has.")
     return spec
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from fedloom.data import tasks
+from fedloom.data import sources, tasks
 from fedloom.data.metrics import score_each
-from fedloom.data.tasks import TASKS, get_task, load_task
+from fedloom.data.sources import conversation
+from fedloom.data.tasks import TASKS, get_task, load_task, read_task_file
 from fedloom.errors import ConfigError, DataError
 
 GSM8K = {"question": "2 pens at $9 each?", "answer": "It is 2 * 9 = $<<2*9=18>>18.\n#### 18"}
@@ -76,6 +77,24 @@ def test_unknown_task_and_split_name_the_nearest(write_jsonl, tmp_path):
         load_task("mmlu", "test", tmp_path)
     with pytest.raises(DataError, match="not on the hub"):
         load_task("text_edit", "train")
+
+
+def test_a_file_of_a_task_has_its_fields_or_the_users_own(write_jsonl, monkeypatch):
+    reads = []
+    read_rows = tasks.read_rows
+    monkeypatch.setattr(tasks, "read_rows", lambda path: reads.append(path) or read_rows(path))
+    monkeypatch.setattr(sources, "read_rows", None)  # a file is read once
+    (example,) = read_task_file("tweet_eval_sentiment", write_jsonl("a.jsonl", TWEET))
+    assert (example.response, example.task, example.source) == ("positive", "tweet_eval_sentiment", "a.jsonl")
+    row = {"prompt": "p", "response": "r"}
+    for name in ("tweet_eval_sentiment", "mine"):
+        (example,) = read_task_file(name, write_jsonl("b.jsonl", row, {"prompt": "p", "response": ""}))
+        assert (example.messages, example.task) == (conversation("p", "r"), name)
+    with pytest.raises(DataError, match=r"b\.jsonl, row 2: field 'response' is empty"):
+        read_task_file("mine", write_jsonl("b.jsonl", row, {"prompt": "p", "response": ""}), strict=True)
+    with pytest.raises(DataError, match=r"c\.jsonl: the file holds no rows"):
+        read_task_file("gsm8k", write_jsonl("c.jsonl"))
+    assert len(reads) == 5
 
 
 def test_hub_rows_carry_their_source(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,10 +216,16 @@ def read_examples(path: str | Path, *, task: str = "", strict: bool = False) -> 
     Returns:
         The usable examples, and counts ``rows``, ``kept``, ``empty_response``, ``empty_prompt``.
     """
-    path = Path(path)
+    return examples_of(read_rows(path), Path(path), task=task, strict=strict)
+
+
+def examples_of(
+    rows: Iterable[tuple[int, Mapping[str, Any]]], path: Path, *, task: str = "", strict: bool = False
+) -> tuple[list[Example], Counter[str]]:
+    """Return what ``read_examples`` does, from the rows that ``read_rows`` gave of ``path``."""
     counts: Counter[str] = Counter(rows=0, kept=0, empty_response=0, empty_prompt=0)
     examples = []
-    for number, row in read_rows(path):
+    for number, row in rows:
         with located(path, number):
             example = example_from_row(row)
             empty = next((name for name in ("response", "prompt") if not getattr(example, name).strip()), None)

@@ -12,10 +12,10 @@ from fedloom.data.sources import (
     Example,
     as_text,
     conversation,
+    examples_of,
     field,
     load_hub,
     located,
-    read_examples,
     read_rows,
     text_field,
 )
@@ -271,11 +271,12 @@ def read_task_file(name: str, path: str | Path, *, strict: bool = False) -> list
 
     Rows count as the user's own where the first of them holds ``prompt`` or ``messages``.
     """
+    path = Path(path)
     rows = list(read_rows(path))
     own = name not in TASKS or not rows or rows[0][1].keys() & {"prompt", "messages"}
     if own:
-        return read_examples(path, task=name, strict=strict)[0]
-    return _examples(TASKS[name], rows, str(path), Path(path).name, "")
+        return examples_of(rows, path, task=name, strict=strict)[0]
+    return _examples(TASKS[name], rows, str(path), path.name, "")
 
 
 def _examples(
