@@ -28,14 +28,6 @@ def test_shapes_never_broadcast() -> None:
         tree.add({"x": torch.ones(2, 1)}, {"x": torch.ones(1, 2)})
 
 
-def test_select_by_path_stops_at_path_boundaries() -> None:
-    tensors = {name: torch.zeros(1) for name in ("experts/1/a.lora_A", "experts/10/a.lora_A", "router/w", "routerx")}
-    assert list(tree.select(tensors, "experts/1")) == ["experts/1/a.lora_A"]
-    assert list(tree.select(tensors, "experts/")) == ["experts/1/a.lora_A", "experts/10/a.lora_A"]
-    assert list(tree.select(tensors, "router")) == ["router/w"]
-    assert list(tree.select(tensors, lambda name: name.endswith("w"))) == ["router/w"]
-
-
 def test_norm_is_of_the_whole_vector() -> None:
     # √(3² + 4² + 12²) = 13, while the sum of per-tensor norms is 17.
     assert tree.norm({"x": torch.tensor([3.0, 4.0]), "y": torch.tensor([12.0])}) == 13.0
@@ -48,7 +40,3 @@ def test_norm_accumulates_in_float64() -> None:
     assert tree.norm({"x": torch.tensor([3e38, 0.0]), "y": torch.tensor([3e38])}) == pytest.approx(
         3e38 * 2**0.5, rel=1e-6
     )
-
-
-def test_bytes_count_values_as_stored() -> None:
-    assert tree.bytes_of({"x": torch.zeros(3, 4), "y": torch.zeros(5, dtype=torch.bfloat16)}) == 3 * 4 * 4 + 5 * 2

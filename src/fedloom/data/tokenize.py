@@ -222,11 +222,6 @@ class Batch:
         """(rows, columns) of the states that predict a label."""
         return self.rows, self.columns
 
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """(b, t) int64: 1 on ids, 0 on padding. From the lengths, because the padding token may be a real one too."""
-        return (torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]).long()
-
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})

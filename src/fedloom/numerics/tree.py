@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -44,19 +43,6 @@ def add(a: Tensors, b: Tensors) -> Tensors:
     return {name: tensor + b[name] for name, tensor in a.items()}
 
 
-def select(tensors: Tensors, which: str | Callable[[str], bool]) -> Tensors:
-    """Return the tensors under a path (``experts/1`` does not match ``experts/10/…``) or with a true predicate."""
-    if isinstance(which, str):
-        path = which.rstrip("/")
-        return {name: t for name, t in tensors.items() if name == path or name.startswith(path + "/")}
-    return {name: t for name, t in tensors.items() if which(name)}
-
-
 def norm(tensors: Tensors) -> float:
     """Return the ℓ2 norm of all tensors as one vector, accumulated in float64 (not a sum of per-tensor norms)."""
     return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors.values()))
-
-
-def bytes_of(tensors: Tensors) -> int:
-    """Return the bytes of the tensors' values as stored."""
-    return sum(t.numel() * t.element_size() for t in tensors.values())
