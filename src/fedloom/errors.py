@@ -15,7 +15,7 @@ class ConfigError(FedloomError):
 
 
 class DataError(FedloomError):
-    """A file of rows is wrong; the message names file, row and field."""
+    """A file of rows or of a run is wrong; the message names the file and, where there are any, row and field."""
 
 
 class BackboneError(FedloomError):

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError, UpdateRejected
 from fedloom.files import sync_folder, write_atomic, write_json
 from fedloom.runtime.wire import decode_state, encode_state
 from fedloom.types import Plain, State
@@ -62,24 +62,56 @@ class CheckpointFolder:
 
     def memory_versions(self) -> set[str]:
         """Return the memory versions that any checkpoint names."""
-        named = (json.loads((self.path(r) / "checkpoint.json").read_text())["memories"] for r in self.rounds())
-        return {version for memories in named for version in memories.values()}
+        return {version for round in self.rounds() for version in self._description(round)["memories"].values()}
 
     def state(self, round: int) -> State:
-        """Load the server's state of a checkpoint, of whatever configuration."""
-        return decode_state((self.path(round) / "state.safetensors").read_bytes())
+        """Load the server's state of a checkpoint, of whatever configuration.
+
+        Raises:
+            DataError: its file is missing or damaged.
+        """
+        path = self.path(round) / "state.safetensors"
+        try:
+            state = decode_state(path.read_bytes())
+        except (FileNotFoundError, UpdateRejected, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._damaged(path, f"it lacks {error}" if isinstance(error, KeyError) else error) from error
+        if state.round != round or not isinstance(state.values, dict):
+            raise self._damaged(path, f"it is not a state of round {round}")
+        return state
 
     def load(self, round: int) -> Checkpoint:
         """Load a checkpoint.
 
         Raises:
             ConfigError: it was written by a run with another configuration.
+            DataError: a file of it is missing or damaged.
         """
-        found = json.loads((self.path(round) / "checkpoint.json").read_text())
+        found = self._description(round)
         if found["identity"] != self.identity:
-            different = [k for k in self.identity if found["identity"].get(k) != self.identity[k]]
+            every = found["identity"] | self.identity
+            different = [k for k in every if found["identity"].get(k) != self.identity.get(k)]
             raise ConfigError(
                 f"{self.folder} was written with another {', '.join(different)}: resume with the configuration that "
                 "started the run, or give another --out."
             )
         return Checkpoint(self.state(round), found["memories"])
+
+    def _description(self, round: int) -> dict[str, dict[str, Plain]]:
+        """Return the content of ``checkpoint.json``: ``identity`` and ``memories``."""
+        path = self.path(round) / "checkpoint.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError) as error:
+            raise self._damaged(path, error) from error
+        sections = [found.get(key) for key in ("identity", "memories")] if isinstance(found, dict) else []
+        if not sections or not all(isinstance(section, dict) for section in sections):
+            raise self._damaged(path, "it holds no identity or no memories")
+        if not all(isinstance(version, str) for version in found["memories"].values()):
+            raise self._damaged(path, "a version of a memory is not text")
+        return found
+
+    def _damaged(self, path: Path, why: object) -> DataError:
+        return DataError(
+            f"{path} is missing or damaged: {why}. Remove the folder {path.parent}: --resume then goes on from another "
+            "checkpoint, or from the start if there is none."
+        )

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from fedloom.errors import DataError
 from fedloom.types import Plain
 
 
@@ -23,18 +24,39 @@ class RoundLog:
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Plain]]:
-        """Return the complete lines."""
+        """Return the complete lines.
+
+        Raises:
+            DataError: a line is not the record of a round.
+        """
         if not self.path.is_file():
             return []
-        text = self.path.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        records = []
+        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise self._damaged(f"line {number} is not JSON ({error})") from error
+            if not isinstance(record, dict) or type(record.get("round")) is not int:
+                raise self._damaged(f"line {number} is not the record of a round")
+            records.append(record)
+        return records
 
     def cut_after(self, round: int) -> None:
-        """Drop the records of rounds after ``round``, and a half-written line."""
+        """Drop the records of rounds after ``round``, and a half-written line.
+
+        Raises:
+            DataError: not every round up to ``round`` has its line.
+        """
         kept = [record for record in self.read() if record["round"] <= round]
+        if [record["round"] for record in kept] != list(range(round + 1)):
+            raise self._damaged(f"it does not hold the rounds 0 to {round}, one line each")
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(partial, self.path)
+
+    def _damaged(self, why: str) -> DataError:
+        return DataError(f"{self.path} is damaged: {why}. Restore it, or start the run anew with another --out.")
 
 
 class Observer:
