@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedloom.errors import DataError
 from fedloom.methods.base import Method
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
+from fedloom.runtime.memory import ClientMemory, MemoryFolder
 from fedloom.runtime.wire import encode
 from small_world import World, outcome
 
@@ -103,6 +105,15 @@ def test_all_memories_that_a_damaged_checkpoint_may_name_are_kept(out: Path) -> 
     text("{}")(out / "checkpoints" / "round-000001" / "checkpoint.json")
     with pytest.raises(DataError, match=r"round-000001/checkpoint\.json"):
         CheckpointFolder(out / "checkpoints", {}).memory_versions()
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, cut(0.5), text("")])
+def test_a_damaged_memory_is_named(spoil: Spoil, tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path)
+    version = folder.write("ann", 3, ClientMemory({"m": torch.ones(2)}, {"buckets": [0, 1]}))
+    spoil(tmp_path / version)
+    with pytest.raises(DataError, match=r"ann-r3\.safetensors, is missing or damaged: .*another --out"):
+        folder.read(version)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,20 @@ def test_a_second_answer_of_one_client_and_one_nobody_asked_for_do_not_count(tmp
     assert answers.quarantined == {"z": "it was not asked"}
 
 
+def test_a_reply_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = make_orders(Method(), "fit", STATE, ["a", "b"], TRAINING)
+    receipts = receipts_of(tmp_path, {"a": 3, "b": 1})
+    with open(tmp_path / "b", "ab") as file:
+        file.truncate(3 << 30)  # a hole: takes no space, and could not be read
+    answers = judge(Method(), orders, receipts, Federation(), 0.0)
+    assert [reply.client for reply in answers.replies] == ["a"]
+    assert answers.quarantined == {"b": f"it has {3 << 30} bytes; max_reply_bytes is {2 << 30}"}
+    length = (tmp_path / "a").stat().st_size
+    judge(Method(), orders, receipts, Federation(max_reply_bytes=length), 0.0)
+    with pytest.raises(RoundError, match=f"it has {length} bytes; max_reply_bytes is {length - 1}"):
+        judge(Method(), orders, receipts, Federation(max_reply_bytes=length - 1), 0.0)
+
+
 def test_A7_a_dead_site_is_not_waited_for(tmp_path: Path) -> None:
     """Rounds 1 to 3 without bob: each closes with the three that answered."""
     world = World(tmp_path)

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as np_st
 from fedloom.errors import UpdateRejected
 from fedloom.runtime.wire import (
     MAX_HEADER_BYTES,
+    MAX_REPLY_HEADER_BYTES,
     decode,
     decode_order,
     decode_reply,
@@ -214,6 +215,14 @@ def test_promises_of_huge_content_cost_nothing(data: bytes) -> None:
         decode(data)
     assert time.perf_counter() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
+
+
+def test_a_reply_has_a_shorter_header_than_what_is_our_own() -> None:
+    own = {"buckets": [7] * (MAX_REPLY_HEADER_BYTES // 3)}
+    assert decode(encode({}, own))[1] == own
+    data = encode({}, {"client": "ann", "round": 7, "counts": {}, "metrics": {}, "values": own})
+    with pytest.raises(UpdateRejected, match=rf"header has \d+ bytes, more than {MAX_REPLY_HEADER_BYTES}"):
+        decode_reply(data, "ann", 7)
 
 
 def test_a_zero_sized_tensor_of_huge_shape_takes_no_memory() -> None:

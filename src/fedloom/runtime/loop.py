@@ -66,6 +66,7 @@ class Federation:
         norm_factor: an update with a norm beyond this many times its round's lower median (of three replies or more),
             or beyond this many times what its optimiser steps can reach, is quarantined.
         max_examples: a reply that counts more is quarantined, since counts are weights.
+        max_reply_bytes: a longer reply is quarantined unread, so that no site can fill the server's memory.
     """
 
     rounds: int = 20
@@ -73,6 +74,7 @@ class Federation:
     min_replies: int = 1
     norm_factor: float = NORM_FACTOR
     max_examples: int = 10_000_000
+    max_reply_bytes: int = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     Raises:
         UpdateRejected: it is not usable.
     """
+    if (length := receipt.path.stat().st_size) > federation.max_reply_bytes:
+        raise UpdateRejected(f"it has {length} bytes; max_reply_bytes is {federation.max_reply_bytes}")
     reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
     examples = reply.counts.get("examples", 0)
     if examples == 0:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError, UpdateRejected
 from fedloom.files import write_atomic
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import Plain, Tensors
@@ -51,7 +51,14 @@ class MemoryFolder:
     def read(self, version: str | None) -> ClientMemory:
         if version is None:
             return ClientMemory()
-        return ClientMemory(*decode((self.folder / version).read_bytes()))
+        path = self.folder / version
+        try:
+            return ClientMemory(*decode(path.read_bytes()))
+        except (FileNotFoundError, UpdateRejected) as error:
+            raise DataError(
+                f"a client's memory, {path}, is missing or damaged: {error}. Remove the newest checkpoint and resume, "
+                "or start the run anew with another --out."
+            ) from error
 
     def write(self, client: str, round: int, memory: ClientMemory) -> str:
         version = f"{check_client_name(client)}-r{round}.safetensors"

@@ -13,8 +13,10 @@ from safetensors.torch import save as save_tensors
 from fedloom.errors import UpdateRejected
 from fedloom.types import AdapterSpec, Order, Plain, Reply, State, Tensors, Training
 
-#: A header beyond this is refused before it is parsed.
+#: A header beyond this is refused before it is parsed: parsed JSON can take twenty times its bytes. A reply's header
+#: holds a table of tensors (some 130 bytes each) and a few numbers, a client's memory also the bucket of every example.
 MAX_HEADER_BYTES = 64 << 20
+MAX_REPLY_HEADER_BYTES = 8 << 20
 
 #: Metrics go into the log as they are, so a reply may hold only so many, of such length and size.
 MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 64, 64, 1e18
@@ -26,17 +28,19 @@ def encode(tensors: Tensors, header: dict[str, Plain]) -> bytes:
     return save_tensors(plain, metadata={"fedloom": json.dumps(header, sort_keys=True, allow_nan=True)})
 
 
-def decode(data: bytes) -> tuple[Tensors, dict[str, Plain]]:
+def decode(data: bytes, max_header: int = MAX_HEADER_BYTES) -> tuple[Tensors, dict[str, Plain]]:
     """Decode what ``encode`` made; names come back sorted.
 
     Raises:
-        UpdateRejected: the bytes are truncated, not safetensors, or carry no fedloom header.
+        UpdateRejected: the bytes are truncated, not safetensors, or carry no fedloom header or one that is too long.
     """
     if len(data) < 8:
         raise UpdateRejected(f"the payload has only {len(data)} bytes")
     (length,) = struct.unpack("<Q", data[:8])
-    if length > min(MAX_HEADER_BYTES, len(data) - 8):
+    if length > len(data) - 8:
         raise UpdateRejected("the payload is truncated or not in safetensors format")
+    if length > max_header:
+        raise UpdateRejected(f"the payload's header has {length} bytes, more than {max_header}")
     try:
         outer = json.loads(data[8 : 8 + length])
         header = json.loads(outer["__metadata__"]["fedloom"])
@@ -78,7 +82,7 @@ def decode_reply(data: bytes, client: str, round: int) -> Reply:
     Raises:
         UpdateRejected: it is not.
     """
-    tensors, header = decode(data)
+    tensors, header = decode(data, MAX_REPLY_HEADER_BYTES)
     if header.get("client") != client or header.get("round") != round:
         raise UpdateRejected(
             f"it answers as {header.get('client')!r} for round {header.get('round')!r}, but {client!r} was asked for "
