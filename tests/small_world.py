@@ -142,7 +142,7 @@ class World:
         training: Training = TRAINING,
         transport: Any = None,
         observer: Observer | None = None,
-        evaluate: Callable[[State], dict[str, Plain] | None] = lambda state: None,
+        evaluate: Callable[[State, dict[str, str]], dict[str, Plain] | None] = lambda state, memories: None,
         **federation: Any,
     ) -> State:
         return federate(
@@ -189,7 +189,11 @@ def tree(folder: Path) -> dict[str, bytes]:
 def without_seconds(record: Any) -> Any:
     """Return a log record without what no two runs share: wall-clock time and whether it was interrupted."""
     if isinstance(record, dict):
-        return {k: without_seconds(v) for k, v in record.items() if not k.endswith("seconds") and k != "resumed"}
+        return {
+            k: without_seconds(v)
+            for k, v in record.items()
+            if not k.endswith("seconds") and k not in ("resumed", "peak_bytes")
+        }
     return [without_seconds(v) for v in record] if isinstance(record, list) else record
 
 

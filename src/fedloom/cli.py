@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+import unicodedata
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.version import __version__
@@ -35,6 +38,13 @@ BackboneName = Annotated[
 ]
 
 
+def harmless(text: str) -> Text:
+    """Return words from outside as they stand: no markup, no emoji codes, no control characters for the terminal."""
+    return Text(
+        "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)
+    )
+
+
 def spoken(command: Callable[..., None]) -> Callable[..., None]:
     """Turn a mistake of the user into one message and exit code 1."""
 
@@ -44,11 +54,11 @@ def spoken(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except FedloomError as error:
             errors.print("Error:", style="bold red", end=" ")
-            errors.print(str(error), markup=False, highlight=False)
+            errors.print(harmless(str(error)))
             raise typer.Exit(1) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            errors.print(f"Error: {where}{error.strerror or error}", markup=False, highlight=False)
+            errors.print(harmless(f"Error: {where}{error.strerror or error}"))
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             errors.print("\nStopped. A run that has finished a round goes on from there with --resume.")
@@ -126,7 +136,11 @@ def evaluate(
     from fedloom.model import evaluate_files
     from fedloom.terminal import TerminalObserver
 
-    files = dict(_named_file(item) for item in task)
+    files: dict[str, Path] = {}
+    for name, path in map(_named_file, task):
+        if name in files:
+            raise ConfigError(f"--task names {name!r} twice. Give each file a name of its own.")
+        files[name] = path
     with TerminalObserver(console, quiet or as_json).shown() as observer:
         result = evaluate_files(
             model, files, routing=routing, backbone=backbone, generate=not loss_only, observer=observer
@@ -134,13 +148,13 @@ def evaluate(
     if as_json:
         _print_json(result)
         return
-    table = Table(title=f"{model} · {result['routing']}")
+    table = Table(title=harmless(f"{model} · {result['routing']}"))
     for heading in ("task", "examples", "loss", "score"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for name in [*files, "macro"]:
         score = result["score"].get(name)
         table.add_row(
-            name,
+            harmless(name),
             str(result["examples"].get(name, "")),
             _number(result["loss"][name]),
             _number(score),
@@ -180,9 +194,9 @@ def generate(
     if as_json:
         _print_json({"prompt": prompt, "text": answer, "routing": routing or loaded.routing, "gates": gates})
         return
-    console.print(answer, markup=False, highlight=False)
+    console.print(harmless(str(answer)))
     if explain:
-        table = Table(title=f"gates ({routing or loaded.routing})")
+        table = Table(title=harmless(f"gates ({routing or loaded.routing})"))
         table.add_column("expert", justify="right")
         table.add_column("gate", justify="right")
         table.add_column("")
@@ -237,7 +251,7 @@ def budget(
     if as_json:
         _print_json(found.to_plain())
         return
-    table = Table(title=f"{method} on {backbone}: {found.experts} × rank {found.rank}", show_header=False)
+    table = Table(title=harmless(f"{method} on {backbone}: {found.experts} × rank {found.rank}"), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for label, value in (
@@ -271,7 +285,7 @@ def check(
         _print_json([report.to_plain() for report in reports])
         return
     for report in reports:
-        console.print(str(report), markup=False, highlight=False)
+        console.print(harmless(str(report)))
 
 
 def _print_json(value: Any) -> None:
@@ -280,6 +294,9 @@ def _print_json(value: Any) -> None:
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a file name that is not UTF-8
     app()
 
 

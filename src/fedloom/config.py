@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
+from fedloom.methods.server import ServerStep
 from fedloom.types import Training
 
 
@@ -86,14 +87,31 @@ class TrainingConfig(Section):
     clip: float = Field(1.0, ge=0)
     optimizer_state: Literal["reset", "keep"] = "reset"
 
-    def ordered(self) -> Training:
-        return Training(**self.model_dump())
+    def ordered(self, steps_factor: int = 1) -> Training:
+        """Return what the server orders; ``steps_factor`` clients' steps in one place for a method that pools rows."""
+        return Training(**{**self.model_dump(), "steps": self.steps * steps_factor})
+
+
+class ServerConfig(Section):
+    """Options around any method's server step; see ``methods.server.ServerStep``."""
+
+    weights: Literal["method", "sample", "uniform"] = "method"
+    aggregation: Literal["factors", "product-svd"] = "factors"
+    optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
+    lr: float = Field(1.0, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    tau: float = Field(1e-3, gt=0)
+
+    def ordered(self) -> ServerStep:
+        return ServerStep(**self.model_dump())
 
 
 class EvaluationConfig(Section):
     """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
     ``split`` says which rows of a benchmark are measured: choose rates on ``validation``, report on ``test``.
+    ``personalised``: also measure every client's own model on its own mixture, with so many rows per task (0: not).
     """
 
     split: Literal["test", "validation"] = "test"
@@ -101,6 +119,7 @@ class EvaluationConfig(Section):
     routing: list[str] = Field(default_factory=lambda: ["top1", "soft"])
     generate: bool = True
     generate_before: bool = False
+    personalised: int = Field(0, ge=0)
     limit: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -128,12 +147,15 @@ class Config(Section):
     adapter: AdapterConfig = AdapterConfig()
     federation: FederationConfig = FederationConfig()
     training: TrainingConfig = TrainingConfig()
+    server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def build_method(self) -> Method:
         """Return the method with its options."""
         kind = METHODS[self.method.name]
-        return kind(kind.Options(**(self.method.model_extra or {})))
+        method = kind(kind.Options(**(self.method.model_extra or {})))
+        self.server.ordered().check(method)
+        return method
 
 
 class _Loader(yaml.SafeLoader):
@@ -184,6 +206,7 @@ def parse_config(plain: dict[str, Any], where: str = "configuration", base: Path
         options.model_validate(config.method.model_extra or {})
     except ValidationError as error:
         raise _explained(error, options, ("method",), where) from error
+    config.build_method()  # refuses server options that the method cannot take
     return config if base is None else _anchored(config, base)
 
 

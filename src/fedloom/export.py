@@ -60,7 +60,7 @@ def save_model(
                 backbone=backbone.name,
                 fan_in_fan_out=bench.grafted.fan_in_fan_out,
             )
-        router = {n.removeprefix("router/"): t for n, t in view.tensors.items() if n.startswith("router/")}
+        router = {n.removeprefix("router/"): t for n, t in view.tensors.items() if not n.startswith("experts/")}
         if router:
             write_atomic(partial / "router.safetensors", save_tensors(router))
         write_json(

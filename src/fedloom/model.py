@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from fedloom.adapters.inject import target_modules
 from fedloom.adapters.moe_lora import Routing
 from fedloom.adapters.peft_io import load_expert
-from fedloom.adapters.state import place_expert
+from fedloom.adapters.state import Shapes, check_tensors, expected_shapes, place_expert
 from fedloom.backbones.features import prompt_features
 from fedloom.backbones.load import DTYPES, cache_dir, load_backbone
 from fedloom.data.sources import Example
 from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode, encode_prompt, end_token_id, tokenizer_hash
-from fedloom.errors import ConfigError, ModelFolderError
+from fedloom.errors import AdapterError, ConfigError, ModelFolderError
 from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import loss_per_task
 from fedloom.evaluation.scores import score_tasks
@@ -74,6 +76,10 @@ class LoadedModel:
     def _encode(self, text: str) -> list[int]:
         if not text.strip():
             raise ConfigError("the prompt is empty.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt is not valid UTF-8, at character {error.start + 1}.") from error
         return encode_prompt([("user", text)], self.bench.backbone.tokenizer)
 
     @torch.no_grad()
@@ -118,25 +124,39 @@ def load_model(
         raise ModelFolderError(f"{folder} was trained with another tokenizer than {loaded.name!r} has.")
     if dtype is not None:
         loaded.model.to(DTYPES[dtype])
+    tensors = _stored_tensors(folder, spec, target_modules(loaded.model, spec.targets), loaded.hidden_size)
     bench = Workbench(loaded, spec, cache_dir())
-    tensors: Tensors = {}
-    for m in range(spec.experts):
-        expert, fields = load_expert(folder / "experts" / str(m), bench.grafted.shapes)
-        if fields["r"] != spec.rank or fields["lora_alpha"] != spec.alpha:
-            raise ModelFolderError(
-                f"{folder / 'experts' / str(m)} has rank {fields['r']} and alpha {fields['lora_alpha']}, but "
-                f"fedloom.json says {spec.rank} and {spec.alpha:g}."
-            )
-        tensors |= place_expert(expert, m)
-    if spec.router_hidden:
-        try:
-            router = load_tensors((folder / "router.safetensors").read_bytes())
-        except (OSError, SafetensorError) as error:
-            raise ModelFolderError(f"{folder / 'router.safetensors'} cannot be read: {error}.") from error
-        tensors |= {f"router/{name}": tensor for name, tensor in router.items()}
     bench.load(tensors, spec)
     bench.grafted.eval()
     return LoadedModel(about, bench)
+
+
+def _stored_tensors(folder: Path, spec: AdapterSpec, shapes: Shapes, hidden_size: int) -> Tensors:
+    """Read what ``spec`` grafts; nothing is allocated for it before the files are known to hold it, all finite."""
+    tensors: Tensors = {}
+    for m in range(spec.experts):
+        place = folder / "experts" / str(m)
+        expert, fields = load_expert(place, shapes)
+        if fields["r"] != spec.rank or fields["lora_alpha"] != spec.alpha:
+            raise ModelFolderError(
+                f"{place} has rank {fields['r']} and alpha {fields['lora_alpha']}, but fedloom.json says {spec.rank} "
+                f"and {spec.alpha:g}."
+            )
+        tensors |= place_expert(expert, m)
+    if not all(name.startswith("experts/") for name in expected_shapes(spec, shapes, hidden_size)):
+        path = folder / "router.safetensors"
+        try:
+            router = load_tensors(path.read_bytes())
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ModelFolderError(f"{path} cannot be read: {error}.") from error
+        tensors |= {name if "/" in name else f"router/{name}": tensor.float() for name, tensor in router.items()}
+    try:
+        check_tensors(tensors, spec, shapes, hidden_size)
+    except AdapterError as error:
+        raise ModelFolderError(f"{folder}: {error}") from error
+    if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise ModelFolderError(f"{folder}: {bad[0]!r} holds NaN or infinity. The model is damaged; train it again.")
+    return tensors
 
 
 def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
@@ -150,13 +170,27 @@ def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
             ("adapter.rank", _whole(spec.rank, 1, 4096)),
             ("adapter.experts", _whole(spec.experts, 1, 1024)),
             ("adapter.router_hidden", _whole(spec.router_hidden, 0, 65536)),
-            ("adapter.alpha", isinstance(spec.alpha, int | float)),
-            ("adapter.dropout", isinstance(spec.dropout, int | float)),
+            ("adapter.routers", _whole(spec.routers, 1, 1024)),
+            ("adapter.slots", len(spec.slots) <= 4096 and all(_whole(m, 0, spec.experts - 1) for m in spec.slots)),
+            ("adapter.slot_top", _whole(spec.slot_top, 0, len(spec.slots))),
+            ("adapter.centroids", isinstance(spec.centroids, bool)),
+            ("adapter.base_delta", isinstance(spec.base_delta, bool)),
+            ("adapter.alpha", isinstance(spec.alpha, int | float) and 0 < spec.alpha < 1e9),
+            ("adapter.dropout", isinstance(spec.dropout, int | float) and 0 <= spec.dropout < 1),
             *((f"backbone.{key}", isinstance(backbone[key], str) and len(backbone[key]) < 1024) for key in texts),
             ("backbone.dtype", backbone["dtype"] in tuple(DTYPES)),
             ("experts", isinstance(experts, list) and len(experts) == spec.experts),
-            ("max_length", type(about["max_length"]) is int),
-            ("routing", isinstance(about["routing"], str)),
+            *((f"experts[{m}]", isinstance(known, dict)) for m, known in enumerate(experts)),
+            *(
+                (f"experts[{m}].examples", _whole(known.get("examples", 0), 0, 1 << 60))
+                for m, known in enumerate(experts)
+            ),
+            *((f"experts[{m}].buckets", isinstance(known.get("buckets", {}), dict)) for m, known in enumerate(experts)),
+            ("max_length", _whole(about["max_length"], 1, 1 << 31)),
+            (
+                "routing",
+                isinstance(about["routing"], str) and re.fullmatch(r"soft|off|top[1-9]\d{0,3}", about["routing"]),
+            ),
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ModelFolderError(f"{path} lacks a field or has a wrong type: {error}.") from error
@@ -208,6 +242,8 @@ def evaluate_files(
         ``routing``, ``examples``, ``loss`` and ``score`` per task, with ``macro``.
     """
     observer = observer or Observer()
+    if "macro" in files:
+        raise ConfigError("'macro' cannot name a task: it stands for the mean over all tasks. Choose another name.")
     model = load_model(folder, backbone=backbone)
     mode = routing or model.routing
     tokenizer = model.bench.backbone.tokenizer

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedloom.config import Config, parse_config
 from fedloom.types import Plain
@@ -75,7 +76,7 @@ def _explain_buckets(console: Console, alignment: dict[str, Plain]) -> None:
     table = Table("client", "bucket", "examples", "shares expert", "what is in it (hidden from training)")
     for name, found in clients.items():
         for c, bucket in enumerate(found["buckets"]):
-            inside = ", ".join(f"{count} {task}" for task, count in bucket["tasks"].items())
+            inside = Text(", ".join(f"{count} {task}" for task, count in bucket["tasks"].items()))
             table.add_row(name if c == 0 else "", str(c), str(bucket["examples"]), str(bucket["expert"]), inside)
     console.print(table)
 
@@ -90,7 +91,7 @@ def _explain_scores(console: Console, metrics: dict[str, Plain]) -> None:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task in after["loss"]:
         table.add_row(
-            task,
+            Text(task),
             *(_number(values.get(task)) for values in (bare, start, after["loss"], old_scores, scores)),
             style="bold" if task == "macro" else None,
         )
@@ -105,7 +106,7 @@ def _explain_routing(console: Console, matrix: dict[str, Plain]) -> None:
         table.add_column(f"expert {m}", justify="right")
     for task, row in matrix.items():
         cells = [f"{share:.0%} ({gate:.2f})" for share, gate in zip(row["top1"], row["gate"], strict=True)]
-        table.add_row(task, *cells)
+        table.add_row(Text(task), *cells)
     console.print(table)
     favourites = {max(range(experts), key=row["top1"].__getitem__) for row in matrix.values()}
     if len(matrix) > 1 and experts > 1 and len(favourites) == 1:

@@ -192,6 +192,10 @@ class FitReport:
     def loss(self) -> float:
         return sum(self.losses) / len(self.losses) if self.losses else float("nan")
 
+    def metrics(self) -> dict[str, float]:
+        """Return what a reply says of the training."""
+        return {"loss": self.loss, "steps": self.steps, "tokens": self.tokens}
+
 
 class Memory(Protocol):
     """A client's own memory from earlier rounds, read-only: write by returning ``Reply.keep``."""

@@ -50,7 +50,7 @@ def recording(name: str, tmp_path_factory: pytest.TempPathFactory) -> Recording:
         replies[asked[0].round] = {r.client: Path(r.path).read_bytes() for r in receipts}
         return receipts
 
-    def keep_state(state: State) -> None:
+    def keep_state(state: State, _: dict[str, str]) -> None:
         states[state.round] = state
 
     world.run(METHODS[name](), rounds=2, transport=Wire(world.simulator, record), evaluate=keep_state)

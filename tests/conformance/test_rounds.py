@@ -69,7 +69,7 @@ def test_backbone_hash_is_unchanged_by_a_run(method: Method, tmp_path: Path) -> 
 def test_zero_learning_rate_is_a_fixed_point(method: Method, tmp_path: Path) -> None:
     states: list[State] = []
     training = replace(TRAINING, lr=0.0, router_lr=0.0, weight_decay=0.1)
-    World(tmp_path).run(method, training=training, evaluate=lambda state: states.append(state))
+    World(tmp_path).run(method, training=training, evaluate=lambda state, _: states.append(state))
     assert len(states) == 4
     assert all(same(state.tensors, states[0].tensors) for state in states[1:])
 

@@ -11,8 +11,8 @@ import torch
 from fedloom.adapters.state import initial_tensors, pick_expert, place_expert
 from fedloom.backbones.loss import token_losses
 from fedloom.data.tokenize import Encoded, collate
-from fedloom.errors import DataError
-from fedloom.evaluation.losses import gates_for, loss_per_task, macro, routing_matrix, task_loss
+from fedloom.errors import AdapterError, DataError
+from fedloom.evaluation.losses import example_losses, gates_for, loss_per_task, macro, routing_matrix
 from fedloom.evaluation.scores import score_tasks
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.types import AdapterSpec, Tensors
@@ -20,6 +20,12 @@ from small_world import SPEC, World, byte_tokenizer, examples, random_tensors, r
 
 SPEC3 = AdapterSpec(SPEC.targets, rank=2, alpha=6.0, experts=3, router_hidden=8)
 TASKS = {"sums": rows(examples("sums", 5)), "shout": rows(examples("shout", 4))}
+
+
+def task_loss(bench: Workbench, found: Rows, mode: str) -> tuple[float, int]:
+    """Sum the examples' losses, each of which must be its own when it is alone in a batch."""
+    sums, tokens = example_losses(bench, found, mode)
+    return float(sums.sum()), int(tokens.sum())
 
 
 @pytest.fixture
@@ -99,6 +105,8 @@ def test_losses_per_task_and_their_plain_mean(world: World) -> None:
 def test_the_loss_does_not_depend_on_the_batches(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding must not leak: one by one and all at once give the same sum."""
     one = [task_loss(world.bench, Rows([e]), "off") for e in TASKS["shout"].encoded]
+    each = example_losses(world.bench, TASKS["shout"], "off")[0]
+    assert each.tolist() == pytest.approx([total for total, _ in one], rel=1e-5)
     total, tokens = task_loss(world.bench, TASKS["shout"], "off")
     assert tokens == sum(n for _, n in one)
     assert total == pytest.approx(sum(t for t, _ in one), rel=1e-5)
@@ -159,14 +167,14 @@ def test_without_a_router_there_is_no_matrix_and_one_expert_takes_all(world: Wor
     assert routing_matrix(world.bench, TASKS) == {}
     gates = gates_for(world.bench, TASKS["sums"], "soft")
     assert gates is not None
-    assert gates.tolist() == [0] * 5
+    assert gates.tolist() == [[1.0]] * 5
     assert gates_for(world.bench, TASKS["sums"], "off") is None
 
 
 def test_several_experts_without_a_router_are_an_error(world: World) -> None:
     spec = AdapterSpec(SPEC.targets, rank=2, experts=2)
     world.bench.load(initial_tensors(spec, world.setup.shapes, 0, torch.Generator()), spec)
-    with pytest.raises(DataError, match="2 experts without a router"):
+    with pytest.raises(AdapterError, match="2 experts without a router"):
         task_loss(world.bench, TASKS["sums"], "top1")
 
 

@@ -226,6 +226,8 @@ class Grafted:
         A single expert without a router gets every example, whatever the mode (unless ``off``). A model that routes
         per token does so whatever the mode, and the result only says that its adapters are on.
         """
+        if mode == "off":
+            return None
         if self.router is not None:
             return route(self.router(features.float()), mode)
         if self.spec.experts > 1 and not self.spec.slots:

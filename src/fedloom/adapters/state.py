@@ -134,7 +134,7 @@ def place_expert(bare: Mapping[str, Tensor], expert: int) -> Tensors:
 
 
 def initial_tensors(spec: AdapterSpec, shapes: Shapes, hidden: int, generator: torch.Generator) -> Tensors:
-    """Draw all that ``spec`` grafts: each expert of its own, then routers and mixers; centroids and additions are zero."""
+    """Draw all that ``spec`` grafts: each expert its own, then routers and mixers; centroids and additions are zero."""
     tensors = lora_init(shapes, spec.rank, spec.experts, generator)
     for name, shape in expected_shapes(spec, shapes, hidden).items():
         if not name.startswith("experts/"):

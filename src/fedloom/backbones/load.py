@@ -136,7 +136,7 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    place = _place(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise BackboneError(f"backbone dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}.")
     kind = DTYPES[dtype] if dtype != "auto" else (torch.bfloat16 if place.type == "cuda" else torch.float32)
@@ -169,6 +169,20 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     backbone = Backbone(name, model, tokenizer, parameter_hash(model))
     _verify_head(backbone)
     return backbone
+
+
+def _place(device: str) -> torch.device:
+    """Return a device on which a tensor can be made and read."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place).item()
+    except (RuntimeError, AssertionError) as error:
+        raise BackboneError(
+            f"the device {device!r} cannot be used: {str(error).splitlines()[0]} Give auto, cpu, cuda or cuda:0."
+        ) from error
+    return place
 
 
 def load_tokenizer(name: str) -> Any:

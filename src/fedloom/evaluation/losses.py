@@ -16,24 +16,17 @@ from fedloom.runtime.client import Rows, Workbench
 
 @torch.no_grad()
 def gates_for(bench: Workbench, rows: Rows, mode: str) -> Routing:
-    """Route every example: gates (n, M), expert indices (n,), or None for ``off``."""
-    if mode == "off":
-        return None
-    if bench.grafted.router is None:
-        # One expert: no features needed.
-        return torch.zeros(len(rows), dtype=torch.int64) if bench.grafted.spec.experts == 1 else _no_router(bench)
+    """Route every example: gates (n, M), expert indices (n,), or None for ``off``. Features only where a router is."""
+    if bench.grafted.router is None or mode == "off":
+        return bench.grafted.route(torch.zeros(len(rows), 1, device=bench.backbone.device), mode)
     return bench.grafted.route(rows.features(bench).to(bench.backbone.device), mode)
 
 
-def _no_router(bench: Workbench) -> Routing:
-    raise DataError(f"{bench.grafted.spec.experts} experts without a router cannot be evaluated.")
-
-
 @torch.no_grad()
-def task_loss(
+def example_losses(
     bench: Workbench, rows: Rows, mode: str, advance: Callable[[int], None] | None = None
-) -> tuple[float, int]:
-    """Return (summed negative log-likelihood, supervised tokens) of ``rows`` under a routing mode.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (summed negative log-likelihood (n,) float64, supervised tokens (n,) int64) of each example.
 
     Args:
         mode: ``top1``, ``top2``…, ``soft``, or ``off`` for the bare backbone.
@@ -42,24 +35,33 @@ def task_loss(
     bench.grafted.eval()
     routing = gates_for(bench, rows, mode)
     pad = bench.backbone.tokenizer.pad_token_id
-    total, tokens = 0.0, 0
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    tokens = torch.zeros(len(rows), dtype=torch.int64)
     for group in batches_by_length(rows.lengths):
         batch = collate([rows.encoded[i] for i in group], pad)
         with bench.grafted.routing(None if routing is None else routing[group]):
-            losses = token_losses(bench.backbone, batch)
-        total += float(losses.double().sum())
-        tokens += len(losses)
+            losses = token_losses(bench.backbone, batch).double().cpu()
+        owners = torch.tensor(group, dtype=torch.int64)[batch.rows]
+        sums.index_add_(0, owners, losses)
+        tokens.index_add_(0, owners, torch.ones_like(owners))
         if advance:
             advance(len(group))
-    return total, tokens
+    return sums, tokens
 
 
-def loss_per_task(
+def mean_loss(sums: torch.Tensor, tokens: torch.Tensor) -> float | None:
+    """Return the mean loss per supervised token; None without any."""
+    total = int(tokens.sum())
+    return float(sums.sum()) / total if total else None
+
+
+def losses_by_task(
     bench: Workbench, tasks: Mapping[str, Rows], mode: str, advance: Callable[[int], None] | None = None
-) -> dict[str, float | None]:
-    """Return task → mean loss per supervised token, and ``macro``, the plain mean over tasks.
+) -> tuple[dict[str, float | None], dict[str, list[list[float]]]]:
+    """Return task → mean loss per supervised token with ``macro``, and task → [summed loss, tokens] of each example.
 
-    A task without supervised tokens has the loss None, and so has a macro mean without any task.
+    ``macro`` is the plain mean over tasks. A task without supervised tokens has the loss None, and so has a macro mean
+    without any task.
 
     Raises:
         DataError: there is no test example at all.
@@ -67,10 +69,19 @@ def loss_per_task(
     if not any(len(rows) for rows in tasks.values()):
         raise DataError("there is no example to evaluate on: every test set is empty.")
     losses: dict[str, float | None] = {}
+    each: dict[str, list[list[float]]] = {}
     for task, rows in tasks.items():
-        total, tokens = task_loss(bench, rows, mode, advance) if len(rows) else (0.0, 0)
-        losses[task] = total / tokens if tokens else None
-    return losses | {"macro": macro(list(losses.values()))}
+        sums, tokens = example_losses(bench, rows, mode, advance)
+        losses[task] = mean_loss(sums, tokens)
+        each[task] = [[round(s, 5), n] for s, n in zip(sums.tolist(), tokens.tolist(), strict=True)]
+    return losses | {"macro": macro(list(losses.values()))}, each
+
+
+def loss_per_task(
+    bench: Workbench, tasks: Mapping[str, Rows], mode: str, advance: Callable[[int], None] | None = None
+) -> dict[str, float | None]:
+    """Return the first part of ``losses_by_task``."""
+    return losses_by_task(bench, tasks, mode, advance)[0]
 
 
 def macro(values: Sequence[float | None]) -> float | None:

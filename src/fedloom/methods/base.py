@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -13,7 +14,7 @@ from fedloom.numerics.aggregate import weighted_mean_by_component
 from fedloom.numerics.init import lora_init
 from fedloom.numerics.seeding import generator
 from fedloom.numerics.tree import add, subtract
-from fedloom.types import AdapterSpec, Client, Order, Replies, Reply, Setup, State, View, component
+from fedloom.types import AdapterSpec, Client, Memory, Order, Replies, Reply, Setup, State, Tensors, View, component
 
 Schema = dict[str, tuple[int, ...]]
 
@@ -25,7 +26,22 @@ class MethodOptions(BaseModel):
 
 
 class Method:
-    """Functions over serialisable state. Nothing but the frozen options lives on ``self``."""
+    """Functions over serialisable state. Nothing but the frozen options lives on ``self``.
+
+    Attributes:
+        title: name as the paper writes it.
+        paper: where it comes from.
+        aggregated: what the server averages, and by what weights.
+        local_only: what never leaves a client.
+        exact: whether the average is that of the dense updates.
+        default_rank: LoRA rank, of each expert.
+        weights: whether the paper weighs clients by examples or all alike.
+        averages_factors: both factors of a LoRA are averaged, so the mean of their products can be taken instead.
+        has_probe: clients are asked once before round 1.
+        pooled: all rows are trained in one place, as one client (no federation at all).
+        global_model: there is one model for everyone, which the global protocol measures.
+        personal: clients end with models of their own.
+    """
 
     title: ClassVar[str] = "FedAvg"
     paper: ClassVar[str] = ""
@@ -33,7 +49,12 @@ class Method:
     local_only: ClassVar[str] = "nothing"
     exact: ClassVar[str] = ""
     default_rank: ClassVar[int] = 32
+    weights: ClassVar[Literal["sample", "uniform"]] = "sample"
+    averages_factors: ClassVar[bool] = False
     has_probe: ClassVar[bool] = False
+    pooled: ClassVar[bool] = False
+    global_model: ClassVar[bool] = True
+    personal: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     def __init__(self, options: MethodOptions | None = None) -> None:
@@ -60,19 +81,53 @@ class Method:
         """Return what a client gets; for None, what evaluation and export see."""
         return View(state.tensors, state.spec)
 
+    def trains(self, name: str, order: Order) -> bool:
+        """Return whether a tensor is trained in this round."""
+        return True
+
+    def sends(self, name: str, order: Order) -> bool:
+        """Return whether a tensor's update is sent in this round."""
+        return self.trains(name, order)
+
+    def correction(self, order: Order) -> Callable[[Tensors, Tensors], None] | None:
+        """Return a function of (values, gradients) that changes each step's gradients in place, if there is one."""
+        return None
+
     def local(self, client: Client, order: Order) -> Reply:
-        """Load, fit on all examples, send the whole update."""
+        """Load, fit on all examples, send the update of what is sent."""
         client.load(order.tensors, order.spec)
-        report = client.fit([range(client.size)] * order.training.steps, order.training)
-        send = subtract(client.read(), order.tensors)
+        report = client.fit(
+            [range(client.size)] * order.training.steps,
+            order.training,
+            trainable=lambda name: self.trains(name, order),
+            on_gradients=self.correction(order),
+        )
+        update = subtract(client.read(), order.tensors)
+        send = {name: delta for name, delta in update.items() if self.sends(name, order)}
         counts = {"examples": client.size} | {component(name): client.size for name in send}
-        return Reply(client.name, send, counts, {"loss": report.loss, "steps": report.steps, "tokens": report.tokens})
+        return Reply(client.name, send, counts, report.metrics())
 
     def merge(self, state: State, replies: Replies) -> State:
         """Add the sample-weighted mean update of each component; one that nobody sent stays as it is."""
         update, _ = weighted_mean_by_component(replies)
         tensors = dict(state.tensors) | add({name: state.tensors[name] for name in update}, update)
         return replace(state, tensors=tensors)
+
+    # After the rounds: what is measured and handed out.
+
+    def assembled(self, state: State, memories: Mapping[str, Memory]) -> View | None:
+        """Return the model for everyone; None for a method that has none.
+
+        Args:
+            state: the server's state.
+            memories: what clients keep, which only a simulation can see; for methods whose paper measures a model that
+                no server could build.
+        """
+        return self.view(state, None) if self.global_model else None
+
+    def personal_view(self, state: State, client: str, memory: Memory) -> View:
+        """Return the model that ``client`` answers with at home; default the one for everyone."""
+        return self.view(state, None)
 
     # What the runtime needs to know.
 
@@ -88,22 +143,28 @@ class Method:
         """Return what tensor ``name`` of a reply started from, if the reply holds it whole; None if it is an update."""
         return None
 
+    def stepped(self, name: str) -> bool:
+        """Return whether optimiser steps bound the norm of tensor ``name`` of a reply (not: control variates)."""
+        return True
+
     def expected(self, order: Order, reply: Reply) -> Schema:
         """Return the tensor names and shapes that ``reply`` must hold, given what it says of itself.
 
         Raises:
             UpdateRejected: what it says of itself is impossible.
         """
-        units = {component(name) for name in order.tensors}
+        offered = {name: tuple(t.shape) for name, t in order.tensors.items() if self.sends(name, order)}
+        units = {component(name) for name in offered}
         counts = {unit: count for unit, count in reply.counts.items() if unit != "examples"}
         if unknown := sorted(counts.keys() - units):
             raise UpdateRejected(f"counts name the unknown component {unknown[0]!r}")
         for unit, count in counts.items():
             if count > reply.counts["examples"]:
                 raise UpdateRejected(f"it counts {count} examples for {unit!r}, of {reply.counts['examples']} in all")
-        if not (sent := {unit for unit, count in counts.items() if count > 0}):
+        sent = {unit for unit, count in counts.items() if count > 0}
+        if offered and not sent:
             raise UpdateRejected("it counts no examples for any component")
-        return {name: tuple(t.shape) for name, t in order.tensors.items() if component(name) in sent}
+        return {name: shape for name, shape in offered.items() if component(name) in sent}
 
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:
         """Return the specification of the trained model with ``experts`` experts, for the budget."""

@@ -18,3 +18,4 @@ class FedIT(Method):
     paper = "arXiv 2305.05644"
     aggregated = "A and B of one LoRA, by sample count"
     exact = "no: mean(B)·mean(A) ≠ mean(B·A)"
+    averages_factors = True

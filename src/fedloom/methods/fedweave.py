@@ -22,7 +22,7 @@ from fedloom.numerics.cluster import align, bucketize, signature_distance
 from fedloom.numerics.init import router_init
 from fedloom.numerics.schedule import schedule
 from fedloom.numerics.seeding import generator
-from fedloom.numerics.tree import subtract
+from fedloom.numerics.tree import place, subtract, take
 from fedloom.types import AdapterSpec, Client, Order, Replies, Reply, Setup, State, Tensors, View, component
 
 __all__ = ["FedWeave", "schedule"]
@@ -49,6 +49,7 @@ class FedWeave(Method):
     local_only = "bucket membership of every example"
     exact = "no: factors are averaged per expert"
     default_rank = 8
+    averages_factors = True
     has_probe = True
     Options = FedWeaveOptions
     options: FedWeaveOptions
@@ -78,7 +79,7 @@ class FedWeave(Method):
         for c, pool in enumerate(members):  # line 3
             client.load(order.tensors, order.spec)
             report = client.fit([pool] * warmup.steps, warmup, purpose=f"warmup-{c}", by_length=opt.by_length)
-            send |= {f"buckets/{c}/{name}": tensor for name, tensor in client.read().items()}
+            send |= place(client.read(), f"buckets/{c}")
             steps, tokens = steps + report.steps, tokens + report.tokens
         return Reply(
             client.name,
@@ -96,7 +97,7 @@ class FedWeave(Method):
         for reply in replies:
             sizes[reply.client] = reply.values["sizes"]
             for c in range(len(sizes[reply.client])):
-                adapter = unprefix(reply.send, c)
+                adapter = take(reply.send, f"buckets/{c}")
                 signatures.append({name: t for name, t in adapter.items() if name.endswith(".lora_B")})
         distance = signature_distance(signatures)  # Eq. 1
         alignment = align(distance, linkage=self.options.linkage, max_experts=self.options.max_experts)
@@ -106,7 +107,7 @@ class FedWeave(Method):
         experts = RunningMean()
         for reply in replies:  # Eq. 2: every bucket counts the same
             for c, m in enumerate(assignment[reply.client]):
-                for name, value in unprefix(reply.send, c).items():
+                for name, value in take(reply.send, f"buckets/{c}").items():
                     experts.add(name.replace("experts/0/", f"experts/{m}/", 1), value, 1.0)
         tensors = experts.mean()
         width, hidden = self.options.router_hidden, state.values["hidden_size"]
@@ -140,7 +141,7 @@ class FedWeave(Method):
         counts = weights(assignment, sizes)
         update = subtract(client.read(), order.tensors)
         send = {name: delta for name, delta in update.items() if counts.get(component(name), 0) > 0}  # line 12
-        return Reply(client.name, send, counts, {"loss": report.loss, "steps": report.steps, "tokens": report.tokens})
+        return Reply(client.name, send, counts, report.metrics())
 
     # merge is the default: each component by the counts sent with it, which is Eq. 4 (line 14).
 
@@ -183,9 +184,3 @@ def weights(assignment: list[int], sizes: list[int]) -> dict[str, int]:
     for m, size in zip(assignment, sizes, strict=True):
         counts[f"experts/{m}"] = counts.get(f"experts/{m}", 0) + size
     return counts
-
-
-def unprefix(send: Tensors, bucket: int) -> Tensors:
-    """Return one bucket's warm-up adapter."""
-    prefix = f"buckets/{bucket}/"
-    return {name.removeprefix(prefix): tensor for name, tensor in send.items() if name.startswith(prefix)}

@@ -46,3 +46,13 @@ def add(a: Tensors, b: Tensors) -> Tensors:
 def norm(tensors: Tensors) -> float:
     """Return the ℓ2 norm of all tensors as one vector, accumulated in float64 (not a sum of per-tensor norms)."""
     return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors.values()))
+
+
+def place(tensors: Tensors, path: str) -> Tensors:
+    """Return the tensors under a path: ``x`` → ``<path>/x``."""
+    return {f"{path}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def take(tensors: Tensors, path: str) -> Tensors:
+    """Undo ``place``: the tensors under a path (``own`` is not above ``owner/x``), without it."""
+    return {name.removeprefix(f"{path}/"): t for name, t in tensors.items() if name.startswith(f"{path}/")}

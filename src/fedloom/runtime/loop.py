@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
+from fedloom.methods.server import ServerStep, server_step
 from fedloom.numerics.seeding import numpy_generator
 from fedloom.numerics.tree import norm
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
@@ -67,6 +68,7 @@ class Federation:
             or beyond this many times what its optimiser steps can reach, is quarantined.
         max_examples: a reply that counts more is quarantined, since counts are weights.
         max_reply_bytes: a longer reply is quarantined unread, so that no site can fill the server's memory.
+        server: weights, aggregation and optimiser around the method's own merge.
     """
 
     rounds: int = 20
@@ -75,6 +77,7 @@ class Federation:
     norm_factor: float = NORM_FACTOR
     max_examples: int = 10_000_000
     max_reply_bytes: int = 2 << 30
+    server: ServerStep = field(default_factory=ServerStep)
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,13 @@ def federate(
     log: RoundLog,
     observer: Observer,
     *,
-    evaluate: Callable[[State], dict[str, Plain] | None] = lambda state: None,
+    evaluate: Callable[[State, dict[str, str]], dict[str, Plain] | None] = lambda state, memories: None,
 ) -> State:
     """Run the probe and all rounds, from the newest checkpoint if there is one.
 
     Args:
-        evaluate: called after the probe (``state.round`` 0) and after every round; a dictionary goes into the log.
+        evaluate: called after the probe (``state.round`` 0) and after every round with the state and the versions of
+            the clients' memories; a dictionary goes into the log.
 
     Returns:
         The state after the last round.
@@ -188,7 +192,7 @@ def federate(
 
     def commit(state: State, memories: dict[str, str], record: dict[str, Plain]) -> None:
         """Log first, then checkpoint: a kill in between leaves a line that ``cut_after`` removes, never a gap."""
-        evaluation = evaluate(state)
+        evaluation = evaluate(state, memories)
         if evaluation is not None:
             record["evaluation"] = evaluation
         log.append(record)
@@ -220,7 +224,7 @@ def federate(
         admitted = [client for client in setup.clients if method.admits(state, client)]
         cohort = sample_cohort(admitted, federation.participation, setup.seed, state.round)
         answers = exchange("fit", state, cohort, memories)
-        state = method.merge(state, answers.replies)
+        state = server_step(method, state, answers.replies, federation.server)
         commit(state, memories, {"round": state.round, "cohort": cohort} | answers.record())
         observer.advance()
     return state
@@ -242,9 +246,9 @@ def make_orders(method: Method, kind: str, state: State, cohort: Sequence[str], 
 
 
 def change_of(method: Method, order: Order, reply: Reply) -> Tensors:
-    """Return how far each tensor of a reply is from where it started."""
-    change = dict(reply.send)
-    for name, tensor in reply.send.items():
+    """Return how far each tensor of a reply is from where it started, of those that optimiser steps move."""
+    change = {name: tensor for name, tensor in reply.send.items() if method.stepped(name)}
+    for name, tensor in change.items():
         if (origin := method.origin(order, name)) is not None:
             change[name] = tensor - origin
     return change

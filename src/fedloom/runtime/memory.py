@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,3 +72,20 @@ class MemoryFolder:
             for path in self.folder.iterdir():
                 if path.name not in versions:
                     path.unlink()
+
+
+class Memories(Mapping[str, ClientMemory]):
+    """Client → memory, each read from disk when asked for."""
+
+    def __init__(self, folder: MemoryFolder, versions: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.versions = versions
+
+    def __getitem__(self, client: str) -> ClientMemory:
+        return self.folder.read(self.versions[client])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.versions))
+
+    def __len__(self) -> int:
+        return len(self.versions)

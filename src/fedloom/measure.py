@@ -1,0 +1,172 @@
+"""What is measured of a run: the model for everyone, clients' own models, and what discovery found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fedloom.config import Config
+from fedloom.errors import ConfigError
+from fedloom.evaluation.alignment import alignment_report, purity
+from fedloom.evaluation.losses import example_losses, loss_per_task, losses_by_task, mean_loss, routing_matrix
+from fedloom.evaluation.scores import score_tasks
+from fedloom.methods.base import Method
+from fedloom.runtime.client import Rows, Workbench
+from fedloom.runtime.events import Observer
+from fedloom.types import Memory, Plain, State
+from fedloom.workload import Data
+
+
+def evaluate_round(
+    config: Config, method: Method, bench: Workbench, data: Data, state: State, memories: Mapping[str, Memory]
+) -> dict[str, Plain] | None:
+    """Measure the global model's loss before round 1, every ``evaluation.every`` rounds, and after the last."""
+    every = config.evaluation.every
+    wanted = state.round in (0, config.federation.rounds) or (every and state.round % every == 0)
+    if not wanted or not any(map(len, data.test.values())):
+        return None
+    result: dict[str, Plain] = {}
+    if (view := method.assembled(state, memories)) is not None:
+        bench.load(view.tensors, view.spec)
+        result["loss"] = loss_per_task(bench, data.test, config.evaluation.routing[0])
+    if state.round == 0:
+        result["loss_backbone"] = loss_per_task(bench, data.test, "off")
+        if config.evaluation.generate_before:
+            result["score"] = score_tasks(bench, data.test, data.test_examples, "off")[0]
+    return result
+
+
+def evaluate_final(
+    config: Config,
+    method: Method,
+    bench: Workbench,
+    data: Data,
+    state: State,
+    memories: Mapping[str, Memory],
+    observer: Observer,
+) -> dict[str, Plain]:
+    """Measure everything that the configuration asks for.
+
+    Returns:
+        ``routing``: mode → loss, score and both of each example, of the global model (empty for a method without one);
+        ``routing_matrix``; ``personalised``: see ``personalised_losses``; both protocols on the same rows.
+    """
+    metrics: dict[str, Plain] = {"method": config.method.name, "seed": config.seed, "experts": state.spec.experts}
+    if not any(map(len, data.test.values())):
+        return metrics
+    metrics["routing"] = {}
+    if (view := method.assembled(state, memories)) is not None:
+        bench.load(view.tensors, view.spec)
+        modes = config.evaluation.routing if bench.grafted.router is not None else config.evaluation.routing[:1]
+        total = sum(map(len, data.test.values())) * len(modes) * (2 if config.evaluation.generate else 1)
+        observer.phase("evaluation", total)
+        for mode in modes:
+            start = time.perf_counter()
+            loss, each_loss = losses_by_task(bench, data.test, mode, observer.advance)
+            result: dict[str, Plain] = {"loss": loss, "each_loss": each_loss}
+            result["loss_seconds"] = round(time.perf_counter() - start, 2)
+            if config.evaluation.generate:
+                start = time.perf_counter()
+                score, each = score_tasks(bench, data.test, data.test_examples, mode, observer.advance)
+                result |= {"score": score, "each": each}
+                result["generation_seconds"] = round(time.perf_counter() - start, 2)
+            metrics["routing"][mode] = result
+        metrics["routing_matrix"] = routing_matrix(bench, data.test)
+    if config.evaluation.personalised:
+        metrics["personalised"] = personalised_losses(config, method, bench, data, state, memories, observer)
+    return metrics
+
+
+def personalised_losses(
+    config: Config,
+    method: Method,
+    bench: Workbench,
+    data: Data,
+    state: State,
+    memories: Mapping[str, Memory],
+    observer: Observer,
+) -> dict[str, Plain]:
+    """Measure each client's own model on its own mixture of tasks.
+
+    A client's loss is Σ_t q_t loss_t, with q_t its share of training rows from task t and loss_t measured on the first
+    ``evaluation.personalised`` test rows of the task; a global model is measured once and weighed for each client.
+
+    Raises:
+        ConfigError: clients' rows carry no task labels, so their mixtures are unknown.
+    """
+    if not data.mixes:
+        raise ConfigError("evaluation.personalised needs rows that name their task (a benchmark): set it to 0.")
+    mode = config.evaluation.routing[0]
+    rows = {task: Rows(found.encoded[: config.evaluation.personalised]) for task, found in data.test.items()}
+    shared: dict[str, float | None] = {}
+    if not method.personal:
+        view = method.assembled(state, memories)
+        assert view is not None
+        bench.load(view.tensors, view.spec)
+        shared = {task: mean_loss(*example_losses(bench, found, mode)) for task, found in rows.items()}
+    observer.phase("personalised", len(data.mixes))
+    clients: dict[str, Plain] = {}
+    for client, mix in data.mixes.items():
+        losses = shared
+        if method.personal:
+            own = method.personal_view(state, client, memories[client])
+            bench.load(own.tensors, own.spec)
+            losses = {task: mean_loss(*example_losses(bench, rows[task], mode)) for task in mix if task in rows}
+        known = {task: loss for task in mix if (loss := losses.get(task)) is not None}
+        whole = sum(mix[task] for task in known)
+        clients[client] = {
+            "loss": sum(mix[task] / whole * loss for task, loss in known.items()) if known else None,
+            "per_task": known,
+        }
+        observer.advance()
+    there = {client: found["loss"] for client, found in clients.items() if found["loss"] is not None}
+    sizes = {client: data.sizes[client] for client in there}
+    return {
+        "rows_per_task": config.evaluation.personalised,
+        "routing": mode,
+        "mean": sum(there.values()) / len(there),
+        "weighted_mean": sum(sizes[c] * loss for c, loss in there.items()) / sum(sizes.values()),
+        "worst": max(there.values()),
+        "clients": clients,
+    }
+
+
+def audit(state: State, memories: Mapping[str, Memory], data: Data) -> dict[str, Plain] | None:
+    """Compare buckets and experts with the task labels that training never saw (FedWeave, Appendix A)."""
+    assignment = state.values.get("assignment")
+    if assignment is None or not any(label for labels in data.labels.values() for label in labels):
+        return None
+    buckets = {client: memories[client].values["buckets"] for client in sorted(assignment)}
+    labels = {client: data.labels[client] for client in buckets}
+    clients = {
+        client: {
+            "purity": purity(found, labels[client]),
+            "buckets": [
+                {"examples": found.count(c), "expert": m, "tasks": _counted(labels[client], found, c)}
+                for c, m in enumerate(assignment[client])
+            ],
+        }
+        for client, found in buckets.items()
+    }
+    return {**alignment_report(buckets, labels, assignment), "clients": clients}
+
+
+def _counted(labels: list[str], buckets: list[int], bucket: int) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for label, found in zip(labels, buckets, strict=True):
+        if found == bucket:
+            counts[label] = counts.get(label, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def experts_of(state: State) -> list[dict[str, Plain]]:
+    """Return for each expert the client buckets that share it and their examples."""
+    assignment: Mapping[str, list[int]] = state.values.get("assignment", {})
+    sizes: Mapping[str, list[int]] = state.values.get("sizes", {})
+    found: list[dict[str, Any]] = [{"expert": m, "examples": 0, "buckets": {}} for m in range(state.spec.experts)]
+    for client, experts in sorted(assignment.items()):
+        for c, m in enumerate(experts):
+            found[m]["examples"] += sizes[client][c]
+            found[m]["buckets"].setdefault(client, []).append(c)
+    return found

@@ -1,0 +1,138 @@
+"""What any method's server step can be given: other client weights, exact products, a server optimiser.
+
+Product averaging: Bai et al., "Federated fine-tuning of large language models under heterogeneous tasks and client
+resources" (FlexLoRA), arXiv 2402.11505, used here per expert. Optimisers: Hsu, Qi, Brown, "Measuring the effects of
+non-identical data distribution" (FedAvgM), arXiv 1909.06335; Reddi et al., "Adaptive federated optimization" (FedAdam,
+FedYogi), arXiv 2003.00295, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from fedloom.errors import ConfigError
+from fedloom.methods.base import Method
+from fedloom.numerics.lowrank import delta, truncate
+from fedloom.types import Replies, Reply, State, Tensors, component
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """How the server turns replies into the next state.
+
+    Attributes:
+        weights: ``method`` (what its paper says), ``sample`` or ``uniform``.
+        aggregation: ``factors`` averages A and B as the method does; ``product-svd`` averages each expert's B·A and
+            takes the best approximation of the same rank, which removes the bias of averaging factors.
+        optimizer: ``none`` takes the merged tensors; the others see merged − previous as the gradient to ascend.
+        lr: server learning rate of the optimiser.
+        beta1: momentum.
+        beta2: decay of the second moment.
+        tau: added to its root.
+    """
+
+    weights: Literal["method", "sample", "uniform"] = "method"
+    aggregation: Literal["factors", "product-svd"] = "factors"
+    optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
+    lr: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def check(self, method: Method) -> None:
+        """Refuse what makes no sense together.
+
+        Raises:
+            ConfigError: naming both sides.
+        """
+        if self.aggregation == "product-svd" and not method.averages_factors:
+            raise ConfigError(
+                "server.aggregation product-svd averages B·A where a method averages both factors; "
+                f"{method.title} does not, so there is nothing to correct. Leave it at 'factors'."
+            )
+        if self.aggregation == "product-svd" and self.optimizer != "none":
+            raise ConfigError(
+                f"server.optimizer {self.optimizer} needs tensors that move a little each round; product-svd draws new "
+                "factors each round. Use one of the two."
+            )
+
+
+def server_step(method: Method, state: State, replies: Replies, step: ServerStep) -> State:
+    """Return the state after a round: ``method.merge`` with the options applied around it."""
+    weights = method.weights if step.weights == "method" else step.weights
+    weighed = Uniform(replies) if weights == "uniform" else replies
+    merged = method.merge(state, weighed)
+    if step.aggregation == "product-svd":
+        merged = replace(merged, tensors=merged.tensors | mean_products(state, weighed))
+    return merged if step.optimizer == "none" else optimize(state, merged, step)
+
+
+class Uniform:
+    """The same replies, in which every component counts one example (``types.Replies``)."""
+
+    def __init__(self, replies: Replies) -> None:
+        self.replies = replies
+
+    def __iter__(self) -> Iterator[Reply]:
+        for reply in self.replies:
+            yield replace(reply, counts={unit: min(count, 1) for unit, count in reply.counts.items()})
+
+    def __len__(self) -> int:
+        return len(self.replies)
+
+
+def mean_products(state: State, replies: Replies) -> Tensors:
+    """Return new factors of each expert whose product is the truncated mean product, at the rank they have.
+
+    ΔW = Σ n_i s (B + ΔB_i)(A + ΔA_i) / Σ n_i over the replies that trained the expert; A = Vᵀ, B = U Σ / s. Holds one
+    dense (out, in) sum per module and expert.
+    """
+    sums: Tensors = {}  # of dense (out, in), by the name of A
+    totals: dict[str, float] = {}
+    for reply in replies:
+        for name in reply.send:
+            weight = reply.counts.get(component(name), 0)
+            if name.endswith(".lora_A") and weight > 0:
+                other = name.removesuffix("A") + "B"
+                A = state.tensors[name].double() + reply.send[name].double()
+                B = state.tensors[other].double() + reply.send[other].double()
+                dense = weight * delta(A, B, state.spec.scaling)
+                sums[name] = sums[name] + dense if name in sums else dense
+                totals[name] = totals.get(name, 0.0) + weight
+    found: Tensors = {}
+    for name, total in sums.items():
+        if bool(total.any()):  # a zero product has no directions: the factors stay
+            A, B = truncate(total / totals[name], state.spec.rank, state.spec.scaling)
+            found |= {name: A.float(), name.removesuffix("A") + "B": B.float()}
+    return found
+
+
+def optimize(state: State, merged: State, step: ServerStep) -> State:
+    """Take one step of the server optimiser from ``state`` along merged − state; tensors that did not move stay.
+
+    Moments start at zero, without bias correction, as in the papers; they live in ``State.kept``.
+    """
+    tensors, kept = dict(merged.tensors), dict(merged.kept)
+    for name, before in state.tensors.items():
+        if torch.equal(merged.tensors[name], before):
+            continue
+        change = merged.tensors[name] - before
+        first = kept.get(f"server/m/{name}", torch.zeros_like(before))
+        second = kept.get(f"server/v/{name}", torch.zeros_like(before))
+        if step.optimizer == "fedavgm":
+            kept[f"server/m/{name}"] = first = step.beta1 * first + change
+            tensors[name] = before + step.lr * first
+            continue
+        kept[f"server/m/{name}"] = first = step.beta1 * first + (1 - step.beta1) * change
+        squared = change.square()
+        if step.optimizer == "fedadam":
+            second = step.beta2 * second + (1 - step.beta2) * squared
+        else:
+            second = second - (1 - step.beta2) * squared * torch.sign(second - squared)
+        kept[f"server/v/{name}"] = second
+        tensors[name] = before + step.lr * first / (second.sqrt() + step.tau)
+    return replace(merged, tensors=tensors, kept=kept)

@@ -1,0 +1,66 @@
+"""What a result says of itself: what must be the same to go on with a run, and what was run on what."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from fedloom.backbones.load import Backbone
+from fedloom.config import Config
+from fedloom.data.tokenize import tokenizer_hash
+from fedloom.types import Plain
+from fedloom.version import __version__
+from fedloom.workload import Data
+
+
+def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]:
+    """Return what must be the same for a run to be resumed: all but how often one looks and whether one generates."""
+    sections = config.model_dump()
+    sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing", "personalised")}
+    return sections | {
+        "backbone_hash": backbone.hash,
+        "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
+        "rows": _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in data.clients.values()]),
+        "test_rows": _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in data.test.values()]),
+    }
+
+
+def _hash(value: Plain) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def source_hash() -> str:
+    """Return sha256 over the package's own Python files, so that a result says which code made it."""
+    package = Path(__file__).parent
+    parts = [[str(path.relative_to(package)), path.read_text("utf-8")] for path in sorted(package.rglob("*.py"))]
+    return _hash(parts)
+
+
+def manifest(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]:
+    """Return what was run on what."""
+    packages = ("torch", "transformers", "peft", "scikit-learn", "numpy", "safetensors", "tokenizers")
+    return {
+        "fedloom": __version__,
+        "source_hash": source_hash(),
+        "python": sys.version.split()[0],
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "machine": {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "backbone": {
+            "name": backbone.name,
+            "hash": backbone.hash,
+            "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
+        },
+        "seed": config.seed,
+        "data": data.manifest,
+    }

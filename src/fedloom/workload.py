@@ -1,0 +1,93 @@
+"""The rows of a run: read or drawn, encoded, and pooled for a method without federation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from fedloom.backbones.load import Backbone
+from fedloom.config import Config
+from fedloom.data.partition import build_benchmark
+from fedloom.data.sources import Example, read_examples
+from fedloom.data.tasks import read_task_file
+from fedloom.data.tokenize import encode
+from fedloom.errors import DataError
+from fedloom.runtime.client import Rows
+from fedloom.runtime.events import Observer
+from fedloom.runtime.memory import check_client_name
+from fedloom.types import Plain
+
+#: Name of the one client of a method without federation.
+POOLED = "pooled"
+
+
+@dataclass
+class Data:
+    """Encoded rows by client and by test task, with the examples behind them and where they came from."""
+
+    clients: dict[str, Rows]
+    labels: dict[str, list[str]]  # client → task of each row; audit only
+    sizes: dict[str, int]  # client → usable rows, also where they are trained pooled
+    mixes: dict[str, dict[str, float]]  # client → task → share of its rows; empty without labels; audit only
+    test: dict[str, Rows]
+    test_examples: dict[str, list[Example]]
+    manifest: dict[str, Plain]
+
+
+def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled: bool = False) -> Data:
+    """Read, draw and encode all rows; say what was left out.
+
+    Args:
+        pooled: train all rows as those of one client, in client order.
+    """
+    data = config.data
+    if data.benchmark is not None:
+        bench = data.benchmark
+        drawn = build_benchmark(seed=config.seed, **bench.model_dump())
+        clients, record = drawn.clients, drawn.manifest
+        test = drawn.test if config.evaluation.split == "test" else drawn.validation
+    else:
+        left_out: dict[str, Plain] = {}
+        clients = {}
+        for name, path in data.clients.items():
+            clients[name], counts = read_examples(path, strict=data.strict)
+            left_out[name] = dict(counts)
+        test = {name: read_task_file(name, path, strict=data.strict) for name, path in data.test.items()}
+        record = {"clients": data.clients, "test": data.test, "rows": left_out}
+    if config.evaluation.limit:
+        test = {task: examples[: config.evaluation.limit] for task, examples in test.items()}
+    encoded = {}
+    for kind, groups in (("client", clients), ("test", test)):
+        for name, examples in groups.items():
+            if kind == "client":
+                check_client_name(name)
+            kept, report = encode(examples, backbone.tokenizer, max_length=data.max_length, strict=data.strict)
+            encoded[kind, name] = Rows(kept)
+            if report.kept < len(examples) or report.truncated:
+                observer.say(f"{name}: {report.summary()}.")
+            if kind == "client" and not kept:
+                observer.say(f"{name} holds no usable example: it takes no part and has weight 0.")
+    labels = {name: [clients[name][e.index].task for e in encoded["client", name].encoded] for name in sorted(clients)}
+    result = Data(
+        clients={name: encoded["client", name] for name in sorted(clients)},
+        labels=labels,
+        sizes={name: len(found) for name, found in labels.items() if found},
+        mixes={name: mix for name, found in labels.items() if (mix := _mix(found))},
+        test={name: encoded["test", name] for name in sorted(test)},
+        test_examples={name: [test[name][e.index] for e in encoded["test", name].encoded] for name in sorted(test)},
+        manifest=record,
+    )
+    if not any(map(len, result.clients.values())):
+        raise DataError("no client holds a usable example, so there is nothing to train on.")
+    return pool(result) if pooled else result
+
+
+def pool(data: Data) -> Data:
+    """Return the same rows as one client's."""
+    rows = [encoded for client in data.clients.values() for encoded in client.encoded]
+    labels = [label for found in data.labels.values() for label in found]
+    return replace(data, clients={POOLED: Rows(rows)}, labels={POOLED: labels})
+
+
+def _mix(labels: list[str]) -> dict[str, float]:
+    return {task: n / len(labels) for task, n in sorted(Counter(labels).items())} if all(labels) else {}
