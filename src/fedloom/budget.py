@@ -90,15 +90,11 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
     Raises:
         ConfigError: an unknown method or backbone.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}.{nearest(method, METHODS)}")
     if experts < 1:
         raise ConfigError(f"--experts is {experts}; it must be at least 1.")
-    config = _config(backbone, AutoConfig)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    config, model = architecture(backbone)
     targets = default_targets(config)
     shapes = target_modules(model, targets)
     kind = METHODS[method]
@@ -119,6 +115,19 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
         total=lora + router,
         signature=signature if kind.has_probe else 0,
     )
+
+
+def architecture(backbone: str) -> tuple[Any, Any]:
+    """Return a backbone's transformers configuration and its model on the meta device.
+
+    Raises:
+        ConfigError: the name is unknown and no configuration can be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = _config(backbone, AutoConfig)
+    with torch.device("meta"):
+        return config, AutoModelForCausalLM.from_config(config)
 
 
 def _config(backbone: str, loader: Any) -> Any:

@@ -40,9 +40,8 @@ BackboneName = Annotated[
 
 def harmless(text: str) -> Text:
     """Return words from outside as they stand: no markup, no emoji codes, no control characters for the terminal."""
-    return Text(
-        "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)
-    )
+    odd = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    return Text("".join(repr(c)[1:-1] if c in odd else c for c in text))
 
 
 def spoken(command: Callable[..., None]) -> Callable[..., None]:
@@ -206,6 +205,24 @@ def generate(
             source = f"{len(known.get('buckets', {}))} clients, {known.get('examples', 0)} examples" if known else ""
             table.add_row(str(m), f"{gate:.3f}", "█" * round(20 * gate), source)
         console.print(table)
+
+
+@app.command()
+@spoken
+def bench(
+    suite: Annotated[Path, typer.Argument(help="YAML suite.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for results, tables and figures.", show_default=False)],
+    resume: Annotated[bool, typer.Option(help="Go on with the cells that --out lacks.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Cells at the same time.")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Run only cells whose name starts so; may repeat.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Build all on the meta device; say time, memory and bytes.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare methods over settings and seeds: tables, figures, one report."""
+    from fedloom.bench.command import bench_command
+
+    if not bench_command(console, suite, out, resume=resume, jobs=jobs, only=only or [], dry_run=dry_run, quiet=quiet):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -43,10 +43,26 @@ class BenchmarkConfig(Section):
     skip: dict[str, int] = Field(default_factory=dict)
 
 
+class SyntheticConfig(Section):
+    """Made-up patterns that contradict each other; see ``data.synthetic.build_synthetic`` for the dials."""
+
+    patterns: int = Field(4, ge=1)
+    keys: int = Field(10, ge=1)
+    words: int = Field(16, ge=1)
+    clients: int = Field(4, ge=1)
+    train: int = Field(200, ge=1)
+    val: int = Field(20, ge=0)
+    test: int = Field(50, ge=1)
+    mixing: float = Field(1.0, ge=0, le=1)
+    separability: float = Field(1.0, ge=0, le=1)
+    drift: float = Field(0.0, ge=0, le=1)
+
+
 class DataConfig(Section):
-    """Either ``benchmark``, or the user's own files: ``clients`` (name → file) and ``test`` (task → file)."""
+    """``benchmark``, ``synthetic``, or the user's own files: ``clients`` (name → file) and ``test`` (task → file)."""
 
     benchmark: BenchmarkConfig | None = None
+    synthetic: SyntheticConfig | None = None
     clients: dict[str, str] = Field(default_factory=dict)
     test: dict[str, str] = Field(default_factory=dict)
     max_length: int = Field(512, ge=8)
@@ -54,8 +70,8 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if (self.benchmark is None) == (not self.clients):
-            raise ValueError("give either 'benchmark' or 'clients' (name: file.jsonl), one of the two")
+        if sum(map(bool, (self.benchmark, self.synthetic, self.clients))) != 1:
+            raise ValueError("give either 'benchmark' or 'clients' (name: file.jsonl) or 'synthetic', one of the three")
         return self
 
 
@@ -172,13 +188,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a YAML file, with ``a.b=c`` overrides (values are YAML).
-
-    Relative file names in ``data`` are relative to the configuration's folder.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping.
 
     Raises:
-        ConfigError: the file, a key or a value is wrong; unknown keys name the nearest known one.
+        ConfigError: it cannot be read, is not YAML, holds something else, or gives a key twice.
     """
     try:
         plain = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
@@ -188,6 +202,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid YAML in UTF-8: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(Config.model_fields)}).")
+    return plain
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a YAML file, with ``a.b=c`` overrides (values are YAML).
+
+    Relative file names in ``data`` are relative to the configuration's folder.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong; unknown keys name the nearest known one.
+    """
+    plain = read_yaml(path)
     for override in overrides:
         _set(plain, override)
     return parse_config(plain, where=str(path), base=path.parent)
@@ -198,14 +224,14 @@ def parse_config(plain: dict[str, Any], where: str = "configuration", base: Path
     try:
         config = Config.model_validate(plain)
     except ValidationError as error:
-        raise _explained(error, Config, (), where) from error
+        raise explained(error, Config, (), where) from error
     if config.method.name not in METHODS:
         raise ConfigError(f"{where}: unknown method {config.method.name!r}.{nearest(config.method.name, METHODS)}")
     options = METHODS[config.method.name].Options
     try:
         options.model_validate(config.method.model_extra or {})
     except ValidationError as error:
-        raise _explained(error, options, ("method",), where) from error
+        raise explained(error, options, ("method",), where) from error
     config.build_method()  # refuses server options that the method cannot take
     return config if base is None else _anchored(config, base)
 
@@ -244,7 +270,7 @@ def _set(plain: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
 
 
-def _explained(error: ValidationError, model: type[BaseModel], sections: tuple[str, ...], where: str) -> ConfigError:
+def explained(error: ValidationError, model: type[BaseModel], sections: tuple[str, ...], where: str) -> ConfigError:
     """Say every fault that was found in ``model``, which stands at ``sections``, as a person would."""
     return ConfigError("\n".join(f"{where}: {_explain(e, model, sections)}" for e in error.errors()))
 

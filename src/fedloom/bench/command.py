@@ -1,0 +1,128 @@
+"""``fedloom bench``: the live table while cells run, and what was written at the end."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fedloom.bench.dry import dry_table
+from fedloom.bench.outputs import write_outputs
+from fedloom.bench.runner import Progress, run_cells, write_suite_copy
+from fedloom.bench.suite import load_suite
+from fedloom.errors import ConfigError
+
+#: Most rows of the live table.
+SHOWN = 24
+
+
+def bench_command(
+    console: Console,
+    path: Path,
+    out: Path,
+    *,
+    resume: bool,
+    jobs: int,
+    only: Sequence[str],
+    dry_run: bool,
+    quiet: bool,
+) -> bool:
+    """Run a suite and write its tables, figures and report; return whether every cell is done.
+
+    Raises:
+        ConfigError: the suite is wrong, ``out`` holds results and ``resume`` is not given, or ``only`` fits no cell.
+    """
+    suite, cells = load_suite(path)
+    if only:
+        cells = [cell for cell in cells if cell.name.startswith(tuple(only))]
+        if not cells:
+            raise ConfigError(f"--only {' '.join(only)} fits no cell of {path}.")
+    if dry_run:
+        console.print(dry_table(cells))
+        return True
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder.")
+    if (out / "results.jsonl").exists() and not resume:
+        raise ConfigError(f"{out} already holds results. Give --resume to go on with them, or another --out.")
+    write_suite_copy(path, out)
+    command = shlex.join(["fedloom", *sys.argv[1:]])
+    begun = time.monotonic()
+    if quiet:
+        board = run_cells(cells, out, jobs=jobs, command=command)
+    elif console.is_terminal:
+        with Live(console=console, refresh_per_second=2, transient=True) as live:
+            board = run_cells(
+                cells,
+                out,
+                jobs=jobs,
+                command=command,
+                show=lambda b: live.update(live_table(suite.title, b, begun, jobs)),
+            )
+    else:
+        board = run_cells(cells, out, jobs=jobs, command=command, show=Lines(console))
+    failed = [progress for progress in board if progress.state == "failed"]
+    written = write_outputs(out, suite.title, suite.notes)
+    if not quiet:
+        done = sum(progress.state == "done" for progress in board)
+        console.print(f"{done} of {len(board)} cells are done; {len(written)} files written.", highlight=False)
+        for progress in failed:
+            console.print(Text(f"{progress.cell.name} failed: {progress.why}", style="red"))
+        if failed:
+            console.print("Run the same command with --resume to try the failed cells again.")
+        console.print(Text(f"Look at {out / 'report.html'}; tables are in {out / 'tables'}."))
+    return not failed
+
+
+class Lines:
+    """Without a terminal: one line when a cell changes its state."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.seen: dict[str, str] = {}
+
+    def __call__(self, board: Sequence[Progress]) -> None:
+        for progress in board:
+            if self.seen.get(progress.cell.name, "waiting") != progress.state:
+                self.seen[progress.cell.name] = progress.state
+                self.console.print(Text(f"{progress.cell.name}: {progress.state} {_loss(progress)}".rstrip()))
+
+
+def live_table(title: str, board: Sequence[Progress], begun: float, jobs: int) -> Table:
+    """Return the table of cells: running ones first, then finished ones, then those that wait."""
+    table = Table(title=Text(title), caption=_left(board, begun, jobs))
+    for heading, justify in (("cell", "left"), ("state", "left"), ("round", "right"), ("macro loss", "right")):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    order = {"running": 0, "failed": 1, "done": 2, "waiting": 3}
+    ranked = sorted(board, key=lambda p: order[p.state])
+    for progress in ranked[:SHOWN]:
+        rounds = progress.cell.config.federation.rounds
+        at = f"{progress.round}/{rounds}" if progress.state == "running" else ""
+        table.add_row(Text(progress.cell.name), progress.state, at, _loss(progress))
+    if len(ranked) > SHOWN:
+        table.add_row(f"… {len(ranked) - SHOWN} more", "", "", "")
+    return table
+
+
+def _loss(progress: Progress) -> str:
+    routing = (progress.record or {}).get("routing") or {}
+    loss = next(iter(routing.values()))["loss"]["macro"] if routing else None
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def _left(board: Sequence[Progress], begun: float, jobs: int) -> str:
+    """Say how far it is and, from the cells' own seconds, how long it will take."""
+    done = [p for p in board if p.state == "done"]
+    elapsed = (time.monotonic() - begun) / 60
+    said = f"{len(done)} of {len(board)} done, {elapsed:.0f} min"
+    took = [p.record["seconds"] for p in done if p.record]
+    open_cells = sum(p.state in ("waiting", "running") for p in board)
+    if took and open_cells:
+        said += f", about {sum(took) / len(took) * open_cells / jobs / 60:.0f} min left"
+    return said

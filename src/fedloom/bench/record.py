@@ -1,0 +1,91 @@
+"""From a finished run's folder to the record that tables and figures are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedloom.bench.suite import Cell
+from fedloom.runtime.events import RoundLog
+from fedloom.types import Plain
+
+#: What is per example goes to a file of its own.
+PER_EXAMPLE = ("each", "each_loss")
+
+
+def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain], dict[str, Plain]]:
+    """Return (record, per-example numbers) of a finished cell; the record has neither paths nor text of rows."""
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    rounds = RoundLog(folder / "rounds.jsonl").read()
+    config = cell.config
+    method = config.build_method()
+    routing, examples = {}, {}
+    for mode, found in metrics.get("routing", {}).items():
+        routing[mode] = {key: value for key, value in found.items() if key not in PER_EXAMPLE}
+        examples[mode] = {key: value for key, value in found.items() if key in PER_EXAMPLE}
+    synthetic = getattr(config.data, "synthetic", None)
+    alignment = metrics.get("alignment")
+    record = {
+        "cell": cell.name,
+        "label": cell.label,
+        "title": cell.title,
+        "method": config.method.name,
+        "seed": config.seed,
+        "alpha": config.data.benchmark.alpha if config.data.benchmark else None,
+        "mixing": synthetic.mixing if synthetic else None,
+        "backbone": config.backbone.name,
+        "config_hash": cell.config_hash,
+        "source_hash": manifest["source_hash"],
+        "fedloom": manifest["fedloom"],
+        "python": manifest["python"],
+        "packages": manifest["packages"],
+        "machine": manifest["machine"],
+        "backbone_hash": manifest["backbone"]["hash"],
+        "global_model": method.global_model,
+        "personal": method.personal,
+        "experts": metrics["experts"],
+        "routing": routing,
+        "routing_matrix": metrics.get("routing_matrix", {}),
+        "personalised": metrics.get("personalised"),
+        "alignment": {k: alignment[k] for k in ("local", "global", "prototypes")} if alignment else None,
+        "before": metrics.get("before"),
+        "curve": curve(rounds),
+        "costs": costs(rounds, metrics["peak_bytes"]),
+        "seconds": metrics["seconds"],
+        "resumed": metrics["resumed"],
+        "command": command,
+    }
+    return record, examples
+
+
+def curve(rounds: Sequence[dict[str, Plain]]) -> list[list[float]]:
+    """Return [round, macro loss] wherever it was measured."""
+    found = [(r["round"], ((r.get("evaluation") or {}).get("loss") or {}).get("macro")) for r in rounds]
+    return [[number, loss] for number, loss in found if loss is not None]
+
+
+def costs(rounds: Sequence[dict[str, Plain]], peak_bytes: int) -> dict[str, Plain]:
+    """Return bytes, steps and seconds (FedWeave, Appendix B): means per client and round; the probe apart."""
+    probe, after = rounds[0].get("clients", {}), [r for r in rounds if r["round"] > 0]
+    entries = [entry for r in after for entry in r["clients"].values()]
+
+    def mean(key: str, found: Sequence[dict[str, Plain]]) -> float:
+        return sum(entry.get(key, 0) for entry in found) / len(found) if found else 0.0
+
+    seconds = [r["seconds"] for r in after]
+    return {
+        "rounds": len(after),
+        "clients": max((len(r["clients"]) for r in after), default=0),
+        "bytes_up": mean("bytes_up", entries),
+        "bytes_down": mean("bytes_down", entries),
+        "probe_bytes_up": mean("bytes_up", list(probe.values())),
+        "probe_bytes_down": mean("bytes_down", list(probe.values())),
+        "steps": sum(entry.get("steps", 0) for entry in entries),
+        "probe_steps": sum(entry.get("steps", 0) for entry in probe.values()),
+        "probe_seconds": rounds[0].get("seconds", 0.0),
+        "round_seconds": sum(seconds) / len(seconds) if seconds else 0.0,
+        "train_seconds": sum(seconds) + rounds[0].get("seconds", 0.0),
+        "peak_bytes": peak_bytes,
+    }
