@@ -182,11 +182,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class FitReport:
-    """What local training did. ``losses`` has one entry per step; ``tokens`` counts supervised tokens."""
+    """What local training did.
+
+    Attributes:
+        losses: one entry per step.
+        steps: their number.
+        tokens: supervised tokens.
+        routers: where each copy of the router ended, with ``router_copies``.
+    """
 
     losses: list[float]
     steps: int
     tokens: int
+    routers: dict[int, Tensors] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -238,6 +246,7 @@ class Client(Protocol):
         by_length: bool = False,
         trainable: Callable[[str], bool] | None = None,
         on_gradients: Callable[[Tensors, Tensors], None] | None = None,
+        router_copies: Sequence[int] | None = None,
     ) -> FitReport:
         """Take one optimiser step per pool, each on a mini-batch drawn from that pool of example indices.
 
@@ -249,6 +258,8 @@ class Client(Protocol):
                 pool it would make the mini-batches purer than chance).
             trainable: which tensor names are trained; default all.
             on_gradients: called with (values, gradients) by name before clipping; may change gradients in place.
+            router_copies: copy of the router that each step uses and trains. All start as the router that was loaded,
+                each with optimiser moments of its own; ``FitReport.routers`` has their ends. Default: one for all steps.
         """
         ...
 

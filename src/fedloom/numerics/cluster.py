@@ -70,6 +70,7 @@ def bucketize(
     embeddings: torch.Tensor | Array,
     *,
     clusterer: str = "kmeans",
+    min_buckets: int = 2,
     max_buckets: int = 8,
     restarts: int = 10,
     seed: int = 0,
@@ -86,6 +87,7 @@ def bucketize(
     Args:
         embeddings: (n, d), ℓ2-normalised by the caller if it wants cosine geometry.
         clusterer: ``kmeans``, ``spectral``, ``agglomerative`` or ``gaussian_mixture``.
+        min_buckets: smallest C, beside the one bucket of rows that cannot be parted.
         max_buckets: largest C.
         restarts: initialisations of k-means and of the mixture.
         seed: names the random stream.
@@ -106,7 +108,7 @@ def bucketize(
         return Buckets(np.zeros(len(rows), np.int64), 1)
     distinct = len({row.tobytes() for row in rows + 0.0})  # + 0.0 turns −0.0 into 0.0
     labels, silhouette, scores = _best_partition(
-        range(2, min(max_buckets, len(rows) - 1, distinct) + 1),
+        range(max(2, min_buckets), min(max_buckets, len(rows) - 1, distinct) + 1),
         partition=lambda count: _cluster(rows, clusterer, count, restarts, seed),
         score=lambda labels: silhouette_score(rows, labels, metric="euclidean"),
         n=len(rows),

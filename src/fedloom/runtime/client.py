@@ -97,6 +97,7 @@ class LocalClient:
         by_length: bool = False,
         trainable: Callable[[str], bool] | None = None,
         on_gradients: Callable[[Tensors, Tensors], None] | None = None,
+        router_copies: Sequence[int] | None = None,
     ) -> FitReport:
         """See ``types.Client.fit``."""
         grafted = self.bench.grafted
@@ -111,12 +112,15 @@ class LocalClient:
             generator(self.run_seed, "batches", purpose, self.name, self.round),
             by_length,
         )
+        copies = None if router_copies is None else RouterCopies(slots, optimizer, router_copies)
         losses: list[float] = []
         tokens = 0
         grafted.train()
         with torch.random.fork_rng(devices=_cuda_devices(self.bench.backbone.device)):
             torch.manual_seed(derive_seed(self.run_seed, "dropout", purpose, self.name, self.round))
-            for indices in draws:
+            for step, indices in enumerate(draws):
+                if copies is not None:
+                    copies.take_turn(step)
                 loss, labels = self._backward(indices)
                 for slot in frozen:
                     if slot.grad is not None:
@@ -136,7 +140,7 @@ class LocalClient:
         grafted.eval()
         if training.optimizer_state == "keep":
             self.kept_optimizer = _moments(optimizer)
-        return FitReport(losses, len(losses), tokens)
+        return FitReport(losses, len(losses), tokens, {} if copies is None else copies.ends())
 
     def _backward(self, indices: Sequence[int]) -> tuple[float, int]:
         """Add the gradient of a mini-batch's mean token loss; return that loss and the number of supervised tokens.
@@ -178,6 +182,47 @@ class LocalClient:
                     for key, value in moments.items()
                 }
         return optimizer
+
+
+class RouterCopies:
+    """Copies of the router that take turns in one model and its optimiser; each has values and moments of its own.
+
+    Args:
+        slots: every tensor by name.
+        optimizer: it holds the routing parameters among others.
+        turns: copy of each step.
+    """
+
+    def __init__(self, slots: dict[str, Slot], optimizer: torch.optim.Optimizer, turns: Sequence[int]) -> None:
+        routing = {name: slot for name, slot in slots.items() if not name.startswith("experts/")}
+        self.slots = {name: slot for name, slot in routing.items() if slot.parameter.requires_grad}
+        self.optimizer = optimizer
+        self.turns = turns
+        self.start = {name: slot.value.clone() for name, slot in self.slots.items()}
+        self.now: int | None = None
+        self.values: dict[int, Tensors] = {}
+        self.moments: dict[int, dict[str, Any]] = {}
+
+    def take_turn(self, step: int) -> None:
+        """Put the copy of this step into the model; it starts as the router that was loaded, without moments."""
+        if (copy := self.turns[step]) == self.now:
+            return
+        self._set_aside()
+        values, moments = self.values.get(copy, self.start), self.moments.get(copy, {})
+        for name, slot in self.slots.items():
+            slot.value.copy_(values[name])
+            self.optimizer.state[slot.parameter] = moments.get(name, {})
+        self.now = copy
+
+    def ends(self) -> dict[int, Tensors]:
+        """Return where each copy that had a turn is now."""
+        self._set_aside()
+        return {copy: {name: t.float().cpu() for name, t in found.items()} for copy, found in self.values.items()}
+
+    def _set_aside(self) -> None:
+        if self.now is not None:
+            self.values[self.now] = {name: slot.value.clone() for name, slot in self.slots.items()}
+            self.moments[self.now] = {n: self.optimizer.state[slot.parameter] for n, slot in self.slots.items()}
 
 
 def draw_batches(
