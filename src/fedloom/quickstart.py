@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.config import Config, parse_config
+from fedloom.report.folder import a_model
 from fedloom.types import Plain
 
 TASKS = ("gsm8k", "arc_challenge", "tweet_eval_sentiment", "text_edit")
@@ -53,12 +54,15 @@ def explain(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
     if metrics.get("routing_matrix"):
         _explain_routing(console, metrics["routing_matrix"])
     console.print(f"\nDone in {metrics['seconds'] / 60:.1f} minutes.", style="bold", highlight=False)
-    console.print(f"  model   {out / 'model'}", markup=False, highlight=False)
+    model = a_model(out)
+    console.print(f"  model   {model}", markup=False, highlight=False)
+    if model.parent != out:
+        console.print(f"          (every client has its own in {model.parent})", markup=False, highlight=False)
     console.print(f"  report  {out / 'report.html'}  (open it in a browser)", markup=False, highlight=False)
     console.print("\nNext:", style="bold")
     question = "Sam has 3 boxes of 4 pens and gives 5 pens away. How many are left?"
-    console.print(f'  fedloom generate {out / "model"} --explain --prompt "{question}"', markup=False, highlight=False)
-    console.print(f"  fedloom evaluate {out / 'model'} --task mine=FILE.jsonl", markup=False, highlight=False)
+    console.print(f'  fedloom generate {model} --explain --prompt "{question}"', markup=False, highlight=False)
+    console.print(f"  fedloom evaluate {model} --task mine=FILE.jsonl", markup=False, highlight=False)
 
 
 def _explain_buckets(console: Console, alignment: dict[str, Plain]) -> None:

@@ -25,6 +25,7 @@ PHASES = {
     "probe": "Finding buckets in each client",
     "rounds": "Federated rounds",
     "evaluation": "Evaluating",
+    "personalised": "Evaluating clients' own models",
 }
 
 
@@ -96,10 +97,10 @@ class TerminalObserver(Observer):
     def round(self, record: dict[str, Plain]) -> None:
         if self.quiet or self.console.is_terminal:
             return
-        loss, evaluation = record.get("train_loss"), record.get("evaluation")
+        loss, tested = record.get("train_loss"), (record.get("evaluation") or {}).get("loss", {}).get("macro")
         line = f"round {record['round']}"
         if loss is not None:
             line += f"  training loss {loss:.4f}"
-        if evaluation and evaluation["loss"]["macro"] is not None:
-            line += f"  macro loss {evaluation['loss']['macro']:.4f}"
+        if tested is not None:
+            line += f"  macro loss {tested:.4f}"
         self.console.print(line + f"  {record.get('seconds', 0):.1f} s", highlight=False)

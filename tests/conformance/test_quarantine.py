@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import Recording
+from conftest import FEDERATED, PROBING, REPRESENTATIVES, SENDING, Recording, sends_tensors
 from fedloom.errors import RoundError
-from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import Receipt
@@ -114,9 +113,10 @@ def with_header(header: str) -> Spoil:
     return raw(lambda _: struct.pack("<Q", len(data)) + data)
 
 
-FAULTS: dict[str, tuple[Spoil, str]] = {
-    "an unknown key": (edited(lambda t, h: t.update({"experts/0/lm_head.lora_A": torch.ones(2)})), "unknown, first"),
-    "a key in another unit": (edited(lambda t, h: t.update({"experts/9/x.lora_A": torch.ones(2)})), "unknown, first"),
+Faults = dict[str, tuple[Spoil, str]]
+
+#: Wrong tensors: what each method expects is its own.
+TENSOR_FAULTS: Faults = {
     "a missing key": (edited(lambda t, h: t.pop(next(iter(t)))), "1 tensors are missing"),
     "no tensors": (edited(lambda t, h: t.clear()), "tensors are missing"),
     "NaN": (poisoned(float("nan")), "holds NaN or infinity"),
@@ -130,6 +130,16 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "integers": (first(lambda t: t.int()), "has dtype torch.int32"),
     "a million-fold norm": (edited(lambda t, h: t.update({n: v * 1e6 for n, v in t.items()})), "its norm"),
     "the largest finite numbers": (edited(lambda t, h: [v.fill_(3e38) for v in t.values()]), "its norm"),
+    "a truncated payload": (raw(lambda data: data[:-1]), "cannot be decoded"),
+}
+#: Tensors too many, which a method that sends none can be sent as well.
+KEY_FAULTS: Faults = {
+    "an unknown key": (edited(lambda t, h: t.update({"experts/0/lm_head.lora_A": torch.ones(2)})), "unknown, first"),
+    "a key in another unit": (edited(lambda t, h: t.update({"experts/9/x.lora_A": torch.ones(2)})), "unknown, first"),
+    "a very long unknown key": (edited(lambda t, h: t.update({"x" * 10_000: torch.ones(2)})), "unknown, first"),
+}
+#: Wrong messages, whatever the method.
+MESSAGE_FAULTS: Faults = {
     "no examples": (counted(0), "it counts no examples"),
     "no count": (edited(lambda t, h: h["counts"].pop("examples")), "it counts no examples"),
     "a negative count": (counted(-5), "not a number of examples"),
@@ -145,7 +155,6 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "a loss of 1e300": (measured(1e300), "not a finite number"),
     "a thousand metrics": (edited(lambda t, h: h.update(metrics={str(i): 1 for i in range(1000)})), "too many"),
     "a metric of a long name": (edited(lambda t, h: h["metrics"].update({"x" * 100: 1})), "too long"),
-    "a very long unknown key": (edited(lambda t, h: t.update({"x" * 10_000: torch.ones(2)})), "unknown, first"),
     "a loss in words": (measured("low"), "not a finite number"),
     "another client's name": (edited(lambda t, h: h.update(client="ann")), "it answers as 'ann'"),
     "another client's reply": (lambda recording, round: recording.replies[round]["ann"], "it answers as 'ann'"),
@@ -154,7 +163,6 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "nothing": (raw(lambda data: b""), "only 0 bytes"),
     "a few bytes": (raw(lambda data: data[:5]), "only 5 bytes"),
     "a truncated header": (raw(lambda data: data[:50]), "truncated"),
-    "a truncated payload": (raw(lambda data: data[:-1]), "cannot be decoded"),
     "bytes at the end": (raw(lambda data: data + b"\0"), "cannot be decoded"),
     "a pickle": (raw(lambda data: pickle.dumps({"weights": [1.0] * 100})), "truncated or not in safetensors"),
     "a torch file": (raw(lambda data: b"PK\x03\x04" + data), "truncated or not in safetensors"),
@@ -165,8 +173,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "half a surrogate pair": (with_header('{"__metadata__": {"fedloom": "\\ud800"}}'), "cannot be decoded"),
 }
 #: Only in rounds: here the counts are weights, component by component.
-ROUND_FAULTS: dict[str, tuple[Spoil, str]] = {
-    "a count for no component": (edited(lambda t, h: h["counts"].update({"experts/9": 3})), "experts/9"),
+COUNT_FAULTS: Faults = {
     "no component counted": (
         edited(lambda t, h: (t.clear(), h["counts"].update({n: 0 for n in h["counts"] if n != "examples"}))),
         "counts no examples for any component",
@@ -175,8 +182,16 @@ ROUND_FAULTS: dict[str, tuple[Spoil, str]] = {
         edited(lambda t, h: h["counts"].update({n: 10**9 for n in h["counts"] if n != "examples"})),
         "1000000000",
     ),
+}
+ROUND_FAULTS: Faults = {
+    "a count for no component": (edited(lambda t, h: h["counts"].update({"experts/9": 3})), "experts/9"),
     "the reply of the round before": (lambda recording, round: recording.replies[round - 1][VICTIM], "for round"),
 }
+FAULTS = TENSOR_FAULTS | KEY_FAULTS | MESSAGE_FAULTS | COUNT_FAULTS | ROUND_FAULTS
+
+
+def cases(*known: tuple[list[str], Faults]) -> list[tuple[str, str]]:
+    return [(name, fault) for names, faults in known for name in names for fault in faults]
 
 
 def check(fault: tuple[Spoil, str], recording: Recording, method: Method, tmp_path: Path, round: int) -> None:
@@ -194,13 +209,22 @@ def check(fault: tuple[Spoil, str], recording: Recording, method: Method, tmp_pa
     assert len(json.dumps(record, allow_nan=False)) < 4000
 
 
-@pytest.mark.parametrize("fault", FAULTS | ROUND_FAULTS)
+IN_ROUNDS = cases(
+    (FEDERATED, KEY_FAULTS | ROUND_FAULTS), (SENDING, TENSOR_FAULTS | COUNT_FAULTS), (REPRESENTATIVES, MESSAGE_FAULTS)
+)
+
+
+@pytest.mark.parametrize(("name", "fault"), IN_ROUNDS, indirect=["name"], scope="session")
 def test_A4_a_spoilt_update_is_quarantined(fault: str, recording: Recording, method: Method, tmp_path: Path) -> None:
-    check((FAULTS | ROUND_FAULTS)[fault], recording, method, tmp_path, round=2)
+    check(FAULTS[fault], recording, method, tmp_path, round=2)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind.has_probe], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    cases((PROBING, TENSOR_FAULTS | KEY_FAULTS), (PROBING[:1], MESSAGE_FAULTS)),
+    indirect=["name"],
+    scope="session",
+)
 def test_A4_a_spoilt_probe_is_quarantined(fault: str, recording: Recording, method: Method, tmp_path: Path) -> None:
     check(FAULTS[fault], recording, method, tmp_path, round=0)
 
@@ -211,12 +235,11 @@ def test_playback_is_the_recorded_run(recording: Recording, method: Method, tmp_
     assert same(state.tensors, recording.states[2].tensors)
     assert record["quarantined"] == {}
     without, _, _ = play(recording, method, tmp_path / "b", 2, {VICTIM: None})
-    assert not same(without.tensors, state.tensors)
+    assert same(without.tensors, state.tensors) != sends_tensors(type(method))
 
 
 def test_A4_everyone_else_spoilt_leaves_the_one(recording: Recording, method: Method, tmp_path: Path) -> None:
-    poison = FAULTS["NaN"][0](recording, 2)
-    spoilt = dict.fromkeys(("bob", "cyd", "dan"), poison)
+    spoilt: dict[str, bytes | None] = dict.fromkeys(("bob", "cyd", "dan"), b"not even a message")
     state, record, _ = play(recording, method, tmp_path / "a", 2, spoilt)
     alone, _, _ = play(recording, method, tmp_path / "b", 2, dict.fromkeys(spoilt))
     assert record["quarantined"].keys() == spoilt.keys()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import shutil
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import Recording, sends_tensors
 from fedloom.backbones.load import parameter_hash
 from fedloom.errors import RoundError
 from fedloom.methods.base import Method
+from fedloom.numerics.lowrank import delta
+from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import Receipt, sample_cohort
+from fedloom.runtime.memory import ClientMemory
 from fedloom.runtime.wire import decode, decode_state, encode_order, encode_state
-from fedloom.types import Client, Order, Reply, State
-from small_world import SECRET, TRAINING, Wire, World, outcome, same, without_seconds
+from fedloom.types import AdapterSpec, Client, Order, Reply, State, Tensors
+from small_world import SECRET, SPEC, TRAINING, Wire, World, outcome, same, small_backbone, without_seconds
 
 
 class Shuffled:
@@ -44,18 +49,14 @@ def test_the_order_of_clients_is_irrelevant(method: Method, tmp_path: Path) -> N
     assert outcome(straight.out) == outcome(shuffled.out)
 
 
-def test_a_reply_does_not_depend_on_who_ran_before(method: Method, recording: Any, tmp_path: Path) -> None:
+def test_a_reply_does_not_depend_on_who_ran_before(method: Method, recording: Recording, tmp_path: Path) -> None:
     """Each client is asked again, alone, on a backbone that nobody used; its memory is that of the recorded run."""
+    world = World(tmp_path)
     for round, orders in recording.orders.items():
         for client, order in orders.items():
-            world = World(tmp_path / f"{round}-{client}")
-            version = f"{client}-r0.safetensors"
-            memories = {}
-            if round and (recording.world.memory.folder / version).is_file():
-                memories[client] = version
-                world.memory.folder.mkdir(parents=True)
-                shutil.copy(recording.world.memory.folder / version, world.memory.folder)
-            (receipt,) = world.simulator.exchange(method, [order], memories, Observer())
+            world.simulator.bench = Workbench(small_backbone(), SPEC, None)
+            version = world.memory.write(client, round, recording.before[round][client])
+            (receipt,) = world.simulator.exchange(method, [order], {client: version}, Observer())
             assert receipt.path.read_bytes() == recording.replies[round][client]
 
 
@@ -66,18 +67,91 @@ def test_backbone_hash_is_unchanged_by_a_run(method: Method, tmp_path: Path) -> 
     assert parameter_hash(world.bench.grafted.ungraft()) == before
 
 
+def weights(tensors: Tensors, spec: AdapterSpec) -> Tensors:
+    """Return what a model computes with: B·A of each expert at each module, and all other tensors as they are."""
+    found = {name: t for name, t in tensors.items() if not name.endswith(("lora_A", "lora_B"))}
+    for name, A in tensors.items():
+        if name.endswith("lora_A"):
+            found[name.removesuffix(".lora_A")] = delta(A, tensors[name.removesuffix("A") + "B"], spec.scaling)
+    return found
+
+
 def test_zero_learning_rate_is_a_fixed_point(method: Method, tmp_path: Path) -> None:
+    """Tensors stay bit by bit under the default merge; one that draws or splits factors anew keeps their product."""
     states: list[State] = []
     training = replace(TRAINING, lr=0.0, router_lr=0.0, weight_decay=0.1)
     World(tmp_path).run(method, training=training, evaluate=lambda state, _: states.append(state))
     assert len(states) == 4
-    assert all(same(state.tensors, states[0].tensors) for state in states[1:])
+    first = states[0]
+    for state in states[1:]:
+        assert same(weights(state.tensors, state.spec), weights(first.tensors, first.spec))
+        assert type(method).merge is not Method.merge or same(state.tensors, first.tensors)
 
 
-def test_training_moves_every_component(recording: Any) -> None:
+def test_training_moves_what_is_sent_and_keeps_the_rest(method: Method, recording: Recording) -> None:
     """So that the fixed point above says something."""
     first, last = recording.states[0].tensors, recording.states[recording.last].tensors
-    assert all(not torch.equal(last[name], first[name]) for name in first)
+    orders = [order for round, asked in recording.orders.items() if round for order in asked.values()]
+    sent = {name for name in first if any(name in o.tensors and method.sends(name, o) for o in orders)}
+    assert bool(sent) == sends_tensors(type(method))
+    assert not [name for name in sent if torch.equal(last[name], first[name])]
+    if type(method).merge is Method.merge or not sent:
+        assert all(torch.equal(last[name], first[name]) for name in first.keys() - sent)
+
+
+def test_every_client_of_a_personal_method_ends_with_a_model_of_its_own(method: Method, recording: Recording) -> None:
+    state, clients = recording.states[recording.last], sorted(recording.world.clients)
+    views = [method.personal_view(state, client, recording.memories[client]) for client in clients]
+    for view in views:
+        assert not same(view.tensors, recording.states[0].tensors)
+    for view, other in itertools.combinations(views, 2):
+        assert same(view.tensors, other.tensors) != method.personal
+
+
+@pytest.mark.parametrize("round", [0, 1, 2])
+def test_every_view_can_be_grafted(round: int, method: Method, recording: Recording) -> None:
+    """Also at round 0, and for a client that was never asked: its memory is empty."""
+    state, bench = recording.states[round], recording.world.bench
+    memories = recording.memories if round == recording.last else {}
+    views = {"assembled": method.assembled(state, memories)}
+    assert (views["assembled"] is not None) == method.global_model
+    for client in recording.world.clients:
+        views[client] = method.personal_view(state, client, memories.get(client, ClientMemory()))
+    for view in filter(None, views.values()):
+        bench.load(view.tensors, view.spec)
+        assert same(bench.grafted.read(), view.tensors)
+
+
+def test_private_tensors_never_reach_another_client(method: Method, tmp_path: Path) -> None:
+    """Odd numbers are planted in what ann keeps; training stands still, so wherever they went they would be seen.
+
+    No order and no other client's reply holds one of them, nor does ann's own reply where the method does not send the
+    tensor. Kept optimiser moments give every method something to hide.
+    """
+    still = replace(TRAINING, lr=0.0, router_lr=0.0, optimizer_state="keep")
+    World(tmp_path).run(method, rounds=1, training=still)
+    world = World(tmp_path)
+    version = world.checkpoints.load(1).memories["ann"]
+    memory = world.memory.read(version)
+    planted = {name: 0.0123 + 1e-5 * i for i, name in enumerate(memory.tensors) if not name.endswith("/step")}
+    assert planted
+    for name, number in planted.items():
+        memory.tensors[name].view(-1)[0] = number
+    world.memory.write("ann", int(version.removesuffix(".safetensors").rpartition("-r")[2]), memory)
+    asked = 0
+
+    def look(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        nonlocal asked
+        asked += len(orders)
+        for order in orders:
+            private = {n for n in planted if order.client != "ann" or not method.sends(n.partition("/")[2], order)}
+            texts = [encode_order(order), *(r.path.read_bytes() for r in receipts if r.client == order.client)]
+            for name in private:
+                assert not any(struct.pack("<f", planted[name]) in text for text in texts), (name, order.client)
+        return receipts
+
+    world.run(method, rounds=3, training=still, transport=Wire(world.simulator, look))
+    assert asked == 8
 
 
 def test_nothing_private_leaves_a_client(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,24 +244,26 @@ def test_A12_the_same_seed_gives_identical_runs(method: Method, tmp_path: Path) 
 
 
 def test_A12_another_seed_gives_other_cohorts_and_other_tensors(method: Method, tmp_path: Path) -> None:
-    records, states = [], []
+    records, experts = [], []
     for seed in (42, 43):
         world = World(tmp_path / str(seed), seed=seed)
-        states.append(world.run(method, participation=0.5))
+        state = world.run(method, participation=0.5)
         records.append([record["cohort"] for record in world.log.read() if record["round"]])
+        asked = records[-1][-1][0]
+        memory = world.memory.read(world.checkpoints.load(3).memories.get(asked))
+        tensors = method.personal_view(state, asked, memory).tensors
+        experts.append({name: t for name, t in tensors.items() if name.startswith("experts/")})
     assert records[0] != records[1]
     assert all(len(cohort) == 2 for cohort in records[0] + records[1])
     assert records[0] == [sample_cohort(["ann", "bob", "cyd", "dan"], 0.5, 42, round) for round in (1, 2, 3)]
-    assert not any(
-        torch.equal(states[0].tensors[n], states[1].tensors[n])
-        for n in states[0].tensors.keys() & states[1].tensors.keys()
-    )
+    assert not any(torch.equal(experts[0][n], experts[1][n]) for n in experts[0].keys() & experts[1].keys())
 
 
-def test_states_survive_encoding(recording: Any) -> None:
+def test_states_survive_encoding(recording: Recording) -> None:
     for state in recording.states.values():
         back = decode_state(encode_state(state))
         assert same(back.tensors, state.tensors)
+        assert same(back.kept, state.kept)
         assert (back.round, back.spec, back.values) == (state.round, state.spec, state.values)
         assert encode_state(back) == encode_state(state)
 

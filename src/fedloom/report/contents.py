@@ -13,7 +13,7 @@ from markupsafe import Markup
 from fedloom.data.tasks import TASKS
 from fedloom.methods import METHODS
 from fedloom.report.figures import describe, loss_curve, traffic_bars, training_curve
-from fedloom.report.folder import Bucket, RunFolder
+from fedloom.report.folder import Bucket, RunFolder, a_model
 from fedloom.report.wording import change, listed, plural, spans, visible, whole
 
 ROUTINGS = {"top1": "the one best expert answers", "soft": "all experts answer together"}
@@ -86,6 +86,8 @@ def page_contents(run: RunFolder) -> dict[str, Any]:
         "clients": clients,
         "tasks": tasks,
         "macro": macro,
+        "traded": any(set(r.get("weights", "?")) != {"examples"} for r in rounds),
+        "personalised": run.metrics.get("personalised"),
         "start_differs": any(t.start != t.bare for t in tasks),
         "default_routing": default_routing,
         "generation_seconds": run.metrics.get("routing", {}).get(default_routing, {}).get("generation_seconds"),
@@ -287,7 +289,10 @@ def facts(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def data_facts(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return how the data was drawn, or how many of the user's rows were left out."""
+    """Return how the data was drawn or made up, or how many of the user's rows were left out."""
+    if "dials" in data:
+        dials = ", ".join(f"{name} {value:g}" for name, value in data["dials"].items())
+        return [("made up", f"{len(data['rules'])} contradictory patterns; {dials}")]
     if "pools" in data:
         rows = [
             (visible(task), f"{whole(p['train'])} training and {whole(p['test'])} test rows of {whole(p['usable'])}")
@@ -309,10 +314,11 @@ def data_facts(data: dict[str, Any]) -> list[tuple[str, str]]:
 
 def commands(run: RunFolder, tasks: list[str]) -> list[tuple[str, str]]:
     """Return (what for, what to type)."""
-    model = shlex.quote(visible(run.out / "model"))
+    model = shlex.quote(visible(a_model(run.out)))
     named = shlex.quote(f"{visible(tasks[0]) if tasks else 'my-task'}=rows.jsonl")
     ask = f"fedloom generate {model} --prompt 'Your question'"
-    found = [("Ask the trained model", ask)]
+    method = METHODS[run.config["method"]["name"]]
+    found = [("Ask the trained model" if method.global_model else "Ask a client's model", ask)]
     if run.metrics["experts"] > 1:
         found.append(("Ask, and see the gate of every expert", f"{ask} --explain"))
     found.append(("Measure it on your own rows (prompt and response)", f"fedloom evaluate {model} --task {named}"))

@@ -118,7 +118,7 @@ def heat_map(matrix: Mapping[str, Mapping[str, Sequence[float]]], kind: str) -> 
                     colour = "white" if value > 0.65 else "#111111"
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
         axes.invert_yaxis()  # shared: the first task on top
-        return _saved(figure, kind)
+        return saved(figure, kind)
 
 
 def _finite(points: Points) -> tuple[list[int], list[float]]:
@@ -140,11 +140,11 @@ def _inline(
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, min_n_ticks=3))
         axes.margins(x=0.03)
         axes.set_xlabel("round")
-        svg = _saved(figure, "svg").decode()
+        svg = saved(figure, "svg").decode()
     return Markup(_for_page(svg, name, title))  # matplotlib's own text; the title is escaped
 
 
-def _saved(figure: Figure, kind: str) -> bytes:
+def saved(figure: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
     # No date and no version: the same run gives the same bytes.
     empty = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}

@@ -72,6 +72,12 @@ def read_run(out: Path) -> RunFolder:
     )
 
 
+def a_model(out: Path) -> Path:
+    """Return a model folder of a run: the one for everyone or, where every client has its own, the first."""
+    models = sorted((out / "models").iterdir()) if (out / "models").is_dir() else []
+    return models[0] if models and not (out / "model").is_dir() else out / "model"
+
+
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))

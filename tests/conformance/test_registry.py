@@ -1,0 +1,47 @@
+"""A method is one file, one line of the registry and one configuration."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import fedloom.methods
+from fedloom.config import load_config
+from fedloom.methods import METHODS
+from fedloom.methods.base import Method
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(fedloom.methods.__file__).parent
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_is_one_short_file_one_line_and_one_configuration(name: str) -> None:
+    kind = METHODS[name]
+    assert Path(inspect.getfile(kind)) == FOLDER / f"{name}.py"
+    source = (FOLDER / f"{name}.py").read_text()
+    assert len(source.splitlines()) <= 160
+    assert len(re.findall(r"^class \w+\((?!MethodOptions)\w*\):", source, flags=re.M)) == 1
+    registry = (FOLDER / "__init__.py").read_text()
+    assert registry.count(f'"{name}": {kind.__name__},') == 1
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    assert config.method.name == name
+    assert (config.method.model_extra or {}).keys() == kind.Options.model_fields.keys()
+    assert config.data.benchmark is not None
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_says_what_it_is(name: str) -> None:
+    kind = METHODS[name]
+    assert issubclass(kind, Method)
+    assert kind.__doc__ or inspect.getmodule(kind).__doc__
+    for text in ("title", "aggregated", "local_only", "exact"):
+        assert getattr(kind, text), text
+    assert kind.global_model or kind.personal
+
+
+def test_the_registry_is_in_alphabetical_order_and_no_configuration_is_left_over() -> None:
+    assert list(METHODS) == sorted(METHODS)
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == METHODS.keys()
