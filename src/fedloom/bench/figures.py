@@ -1,0 +1,282 @@
+"""The paper's figures from a benchmark's results, as SVG and PNG; the same results give the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedloom.bench.drawing import DASHES, MARKERS, PAGE_STYLE, colours, end_labels, point_labels
+from fedloom.bench.results import AXES, MAIN, Results, Setting, Stat
+from fedloom.bench.tables import per_hundred
+from fedloom.report.figures import saved
+from fedloom.report.wording import number, visible
+
+#: The two methods whose routing the paper's Figure 2 sets side by side.
+ROUTED = (MAIN, "fedlease")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure: ``name`` is the file's, ``title`` says what it shows, ``text`` describes it for who cannot see it."""
+
+    name: str
+    title: str
+    text: str
+    svg: bytes
+    png: bytes
+
+
+def all_figures(results: Results) -> list[Picture]:
+    """Return every figure that the results can fill."""
+    main = results.settings[0]
+    found = [
+        loss_bars(results, main),
+        routing_maps(results, main),
+        *(over_axis(results, main, axis) for axis in ("alpha", "mixing")),
+        quality_against_time(results, main),
+        loss_curves(results, main),
+    ]
+    return [picture for picture in found if picture is not None]
+
+
+def hues(results: Results) -> dict[str, str]:
+    """Return a colour per label; the main comparison first, so that it does not share any."""
+    return colours(sorted(results.labels(), key=results.is_variant))
+
+
+def loss_bars(results: Results, setting: Setting) -> Picture | None:
+    """Draw Table 1's macro losses: bars from 0, and beside them the same numbers magnified, seeds as dots."""
+    stats = {label: results.stat(setting, label, lambda c: c.measured("loss")) for label in results.compared(setting)}
+    stats = {label: found for label, found in stats.items() if found.mean is not None}
+    if not stats:
+        return None
+    labels, hue = list(stats), hues(results)
+
+    def draw(figure: Figure) -> None:
+        bars, dots = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": (1, 1.35)})
+        for row, label in enumerate(labels):
+            found, colour = stats[label], hue[label]
+            mean, spread_ = found.mean or 0.0, found.sd or 0.0
+            bars.barh(row, mean, height=0.62, color=colour)
+            dots.errorbar(mean, row, xerr=spread_ or None, color=colour, capsize=4, linewidth=2, zorder=2)
+            dots.plot(mean, row, "|", color=colour, markersize=15, markeredgewidth=2.5, zorder=2)
+            dots.plot(found.values, [row] * found.n, "o", color="white", markeredgecolor=colour, markersize=5, zorder=3)
+            text = number(mean, 3) + (f" ± {number(found.sd, 3)}" if found.sd is not None else "")
+            dots.annotate(text, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        bars.set_yticks(range(len(labels)), [visible(results.title(label)) for label in labels])
+        bars.invert_yaxis()  # shared: the first method on top
+        bars.set_xlabel("macro loss, from 0")
+        dots.set_xlabel("the same, magnified: mean ± sd, ○ single seeds")
+        dots.margins(x=0.08)
+        for axes in (bars, dots):
+            axes.grid(axis="y", visible=False)
+            axes.grid(axis="x", visible=True)
+
+    text = "; ".join(f"{results.title(label)} {number(found.mean, 3)}" for label, found in stats.items())
+    title = f"Macro loss by method, lower is better ({setting.text})"
+    return _picture("table1_loss", title, text, (8, 1.2 + 0.38 * len(labels)), draw)
+
+
+def routing_maps(results: Results, setting: Setting) -> Picture | None:
+    """Draw mean gates, task × expert, of FedWeave and FedLEASE side by side (Figure 2), from one seed that both have.
+
+    Experts have no common order over seeds, so a mean over seeds would mean nothing.
+    """
+    cells = {
+        label: {c.seed: c for c in results.of(setting, label) if c.get("routing_matrix")}
+        for label in ROUTED
+        if label in results.labels(setting)
+    }
+    cells = {label: by_seed for label, by_seed in cells.items() if by_seed}
+    if not cells:
+        return None
+    common = set.intersection(*(set(by_seed) for by_seed in cells.values()))
+    seeds = {label: min(common or by_seed) for label, by_seed in cells.items()}
+    gates: dict[str, Mapping[str, Sequence[float]]] = {
+        label: {task: row["gate"] for task, row in by_seed[seeds[label]].get("routing_matrix").items()}
+        for label, by_seed in cells.items()
+    }
+    widths = [len(next(iter(rows.values()))) for rows in gates.values()]
+    tasks = list(next(iter(gates.values())))
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(gates), squeeze=False, sharey=True, gridspec_kw={"width_ratios": widths})[0]
+        for axes, (label, rows) in zip(panels, gates.items(), strict=True):
+            values = [list(rows.get(task, [])) for task in tasks]
+            experts = len(values[0])
+            axes.pcolormesh(range(experts), range(len(tasks)), values, cmap="Blues", vmin=0, vmax=1,
+                            edgecolors="white", linewidth=2)  # fmt: skip
+            axes.set_title(f"{visible(results.title(label))}, seed {seeds[label]}", fontsize=10.5)
+            axes.set_xticks(range(experts), [f"E{m}" for m in range(experts)])
+            axes.set_yticks(range(len(tasks)), [visible(task) for task in tasks])
+            axes.tick_params(length=0)
+            axes.grid(visible=False)
+            axes.spines[:].set_visible(False)
+            for row, line in enumerate(values):
+                for column, gate in enumerate(line):
+                    ink = "white" if gate > 0.6 else "#111111"
+                    axes.text(column, row, f"{gate:.2f}", ha="center", va="center", color=ink, fontsize=9.5)
+        panels[0].invert_yaxis()
+
+    text = "; ".join(
+        f"{results.title(label)}: "
+        + ", ".join(f"{task} mostly E{max(range(len(row)), key=lambda m: row[m])}" for task, row in rows.items())
+        for label, rows in gates.items()
+    )
+    inches = (1.9 + 0.72 * sum(widths), 1.1 + 0.5 * len(tasks))
+    return _picture("fig2_routing", f"Mean gate of each expert, per task ({setting.text})", text, inches, draw)
+
+
+def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
+    """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3)."""
+    same = [s for s in results.settings if s.backbone == main.backbone and s.get(axis) is not None]
+    places = sorted({s.get(axis) for s in same}, key=lambda v: (str(type(v)), v))
+    lines: dict[str, dict[str, list[tuple[int, Stat]]]] = {}
+    for metric in ("score", "loss"):
+        for label in results.labels():
+            points = [
+                (places.index(s.get(axis)), results.stat(s, label, lambda c, m=metric: c.measured(m)))  # type: ignore[misc]
+                for s in same
+            ]
+            points = sorted((at, found) for at, found in points if found.mean is not None)
+            if len({at for at, _ in points}) > 1 and len(points) == len({at for at, _ in points}):
+                lines.setdefault(metric, {})[label] = points
+    if not lines:
+        return None
+    order, hue = results.labels(), hues(results)
+
+    def draw(figure: Figure) -> None:
+        for axes, (metric, found) in zip(_rows(figure, len(lines)), lines.items(), strict=True):
+            for label, points in found.items():
+                xs, means = [at for at, _ in points], [s.mean or 0.0 for _, s in points]
+                sds = [s.sd or 0.0 for _, s in points]
+                _line(axes, xs, means, hue[label], order.index(label), main=label == MAIN)
+                low, high = ([m + sign * s for m, s in zip(means, sds)] for sign in (-1, 1))
+                axes.fill_between(xs, low, high, color=hue[label], alpha=0.13, linewidth=0)
+            axes.set_xticks(range(len(places)), [str(p) for p in places])
+            axes.set_ylabel(f"macro {metric}")
+            axes.set_xlabel(f"{AXES[axis]} (even steps)")
+        for axes, found in zip(figure.axes, lines.values(), strict=True):
+            ends = {label: (points[-1][0], points[-1][1].mean or 0.0) for label, points in found.items()}
+            end_labels(figure, axes, {visible(results.title(k)): (*v, hue[k]) for k, v in ends.items()})
+
+    drawn = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
+    title = f"Macro {' and '.join(lines)} over {AXES[axis]}, band: ± one sd ({main.backbone})"
+    inches = (7.5, 0.4 + len(lines) * max(2.7, 0.24 * max(map(len, lines.values()))))
+    return _picture(f"fig3_{axis}", title, f"Lines of {', '.join(drawn)}.", inches, draw)
+
+
+def quality_against_time(results: Results, setting: Setting) -> Picture | None:
+    """Draw top-1, top-2 and soft routing: score (or else loss) over seconds per 100 examples (Figure 4)."""
+    metric, what = ("score", "generation")
+    points = _quality_points(results, setting, metric, what)
+    if not points:
+        metric, what = ("loss", "loss")
+        points = _quality_points(results, setting, metric, what)
+    if not points:
+        return None
+    hue = hues(results)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for label, found in points.items():
+            xs, ys = [t.mean or 0.0 for t, _ in found.values()], [q.mean or 0.0 for _, q in found.values()]
+            axes.plot(xs, ys, color=hue[label], linewidth=1, alpha=0.5)
+            for (seconds, quality), x, y in zip(found.values(), xs, ys, strict=True):
+                axes.errorbar(x, y, xerr=seconds.sd, yerr=quality.sd, color=hue[label], capsize=3, linewidth=1.2)
+                axes.plot(x, y, "o", color=hue[label], markersize=8 if label == MAIN else 6)
+        axes.margins(0.16)
+        named = [(x.mean or 0.0, y.mean or 0.0, f"{visible(results.title(label))} {mode}", hue[label])
+                 for label, found in points.items() for mode, (x, y) in found.items()]  # fmt: skip
+        point_labels(figure, axes, named)
+        axes.set_xlabel(f"{what}, seconds per 100 test examples")
+        axes.set_ylabel(f"macro {metric}")
+
+    text = "; ".join(
+        f"{results.title(label)} {mode}: {metric} {number(q.mean, 3)} at {number(t.mean, 2)} s"
+        for label, found in points.items()
+        for mode, (t, q) in found.items()
+    )
+    title = f"One expert or several: macro {metric} against time, ± one sd ({setting.text})"
+    return _picture("fig4_routing_cost", title, text, (7, 4.2), draw)
+
+
+def loss_curves(results: Results, setting: Setting) -> Picture | None:
+    """Draw macro test loss over the rounds, mean over seeds."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for label in results.labels(setting):
+        by_round: dict[int, list[float]] = {}
+        cells = [c for c in results.of(setting, label) if c.get("curve")]
+        for cell in cells:
+            for at, loss in cell.record["curve"]:
+                by_round.setdefault(int(at), []).append(loss)
+        # A mean over fewer seeds at some rounds would show a step that no run made.
+        points = [(at, sum(v) / len(v)) for at, v in sorted(by_round.items()) if len(v) == len(cells)]
+        if len(points) > 1:
+            lines[label] = points
+    if not lines:
+        return None
+    order, hue = results.labels(), hues(results)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for label, points in lines.items():
+            rounds, losses = [at for at, _ in points], [loss for _, loss in points]
+            _line(axes, rounds, losses, hue[label], order.index(label), main=label == MAIN)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("round")
+        axes.set_ylabel("macro test loss")
+        ends = {visible(results.title(label)): (*points[-1], hue[label]) for label, points in lines.items()}
+        end_labels(figure, axes, ends)
+
+    text = "; ".join(
+        f"{results.title(label)} {number(points[0][1], 3)} → {number(points[-1][1], 3)}"
+        for label, points in lines.items()
+    )
+    title = f"Macro test loss over the rounds, mean over seeds ({setting.text})"
+    return _picture("loss_curves", title, text, (7.5, max(3.8, 0.9 + 0.24 * len(lines))), draw)
+
+
+def _quality_points(
+    results: Results, setting: Setting, metric: str, what: str
+) -> dict[str, dict[str, tuple[Stat, Stat]]]:
+    """Return label → mode → (seconds per 100 examples, quality) of labels with several modes, variants left out."""
+    points: dict[str, dict[str, tuple[Stat, Stat]]] = {}
+    for label in results.compared(setting):
+        cells = results.of(setting, label)
+        found = {
+            mode: (
+                Stat.of(per_hundred(c, mode, what) for c in cells),
+                Stat.of(c.measured(metric, mode=mode) for c in cells),
+            )
+            for mode in results.modes(setting, label)
+        }
+        found = {mode: pair for mode, pair in found.items() if pair[0].n and pair[1].n}
+        if len(found) > 1:
+            points[label] = found
+    return points
+
+
+def _rows(figure: Figure, count: int) -> list[Axes]:
+    return list(figure.subplots(count, 1, squeeze=False)[:, 0])
+
+
+def _line(axes: Axes, xs: Sequence[Any], ys: Sequence[Any], colour: str, index: int, *, main: bool) -> None:
+    """Draw a line told apart by colour, dash and marker; FedWeave's is the thick one."""
+    axes.plot(xs, ys, color=colour, linewidth=2.6 if main else 1.5, marker=MARKERS[index % len(MARKERS)],
+              markersize=6 if main else 4.5, linestyle="-" if main else DASHES[index % len(DASHES)],
+              zorder=3 if main else 2)  # fmt: skip
+
+
+def _picture(name: str, title: str, text: str, inches: tuple[float, float], draw: Callable[[Figure], None]) -> Picture:
+    with rc_context(PAGE_STYLE):
+        figure = Figure(figsize=inches, layout="constrained", facecolor="white")
+        figure.suptitle(visible(title), fontsize=11, fontweight="bold", x=0.01, ha="left", wrap=True)
+        draw(figure)
+        return Picture(name, title, text, saved(figure, "svg"), saved(figure, "png"))
