@@ -76,12 +76,16 @@ class DataConfig(Section):
 
 
 class AdapterConfig(Section):
-    """``targets`` null: query and value projections of the architecture. ``rank`` null: the method's own."""
+    """``targets`` null: query and value projections of the architecture. ``rank`` null: the method's own.
+
+    ``native``: train the experts of a mixture-of-experts backbone itself, ``full`` or by a ``lora`` on each.
+    """
 
     targets: list[str] | None = None
     rank: int | None = Field(None, ge=1)
     alpha: float = Field(16.0, gt=0)
     dropout: float = Field(0.05, ge=0, lt=1)
+    native: Literal["full", "lora"] | None = None
 
 
 class FederationConfig(Section):
@@ -96,6 +100,7 @@ class TrainingConfig(Section):
     """Local optimisation; defaults are FedWeave's."""
 
     steps: int = Field(10, ge=1)
+    epochs: int = Field(0, ge=0)
     batch_size: int = Field(8, ge=1)
     lr: float = Field(1e-4, ge=0)
     router_lr: float = Field(5e-5, ge=0)

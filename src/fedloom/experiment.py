@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from fedloom.adapters.inject import default_targets, target_modules
-from fedloom.backbones.load import cache_dir, load_backbone
+from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import Config
 from fedloom.errors import ConfigError
 from fedloom.export import save_model
@@ -59,8 +59,8 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     method = config.build_method()
     backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
     data = load_data(config, backbone, observer, pooled=method.pooled)
-    targets = tuple(config.adapter.targets or default_targets(backbone.config))
-    shapes = target_modules(backbone.model, targets)
+    spec = adapter_spec(config, method, backbone)
+    shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
     checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
     if done := checkpoints.rounds():
         checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
@@ -68,16 +68,15 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_json(out / "manifest.json", manifest(config, backbone, data))
 
-    rank = config.adapter.rank or method.default_rank
-    spec = AdapterSpec(targets, rank, config.adapter.alpha, config.adapter.dropout)
+    bench = Workbench(backbone, spec, cache_dir())
     setup = Setup(
         seed=config.seed,
         spec=spec,
         shapes=shapes,
         hidden_size=backbone.hidden_size,
         clients=tuple(sorted(name for name, rows in data.clients.items() if len(rows))),
+        initial=bench.grafted.read() if spec.native else {},
     )
-    bench = Workbench(backbone, spec, cache_dir())
     if method.has_probe:
         observer.phase("features", sum(map(len, data.clients.values())) + sum(map(len, data.test.values())))
         for rows in [*data.clients.values(), *data.test.values()]:
@@ -132,3 +131,22 @@ def models_of(method: Method, state: State, memories: Mapping[str, Memory]) -> d
     if (view := method.assembled(state, memories)) is not None:
         return {"model": view}
     return {f"models/{client}": method.personal_view(state, client, memories[client]) for client in memories}
+
+
+def adapter_spec(config: Config, method: Method, backbone: Backbone) -> AdapterSpec:
+    """Return what is grafted before round 1.
+
+    Raises:
+        ConfigError: a method for native experts is asked to train LoRA experts, or the other way round.
+    """
+    adapter = config.adapter
+    if method.native and not adapter.native:
+        raise ConfigError(
+            f"{method.title} trains a model's own experts: set adapter.native to 'full' or 'lora', and take a backbone "
+            "that has experts (tiny-switch, Mixtral, OLMoE, Qwen-MoE, Switch Transformers)."
+        )
+    if adapter.native and not method.native:
+        raise ConfigError(f"adapter.native is {adapter.native!r}, but {method.title} trains LoRA experts of its own.")
+    targets = () if adapter.native else tuple(adapter.targets or default_targets(backbone.config))
+    rank = adapter.rank or method.default_rank
+    return AdapterSpec(targets, rank, adapter.alpha, adapter.dropout, native=adapter.native or "")

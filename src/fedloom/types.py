@@ -41,6 +41,8 @@ class AdapterSpec:
             an expert's weight is the sum over its slots (FedLEASE's adaptive top-M, FedALT). Empty: no mixers.
         slot_top: how many slots a token keeps, renormalised; 0 keeps all.
         base_delta: every targeted module has a frozen dense addition to its weight (FLoRA, FedEx-LoRA).
+        native: the model's own experts are trained, and all of the above but ``rank`` and ``alpha`` is unused: ``full``
+            trains every parameter of the model, ``lora`` a LoRA on every expert. Empty: LoRA experts, as above.
     """
 
     targets: tuple[str, ...]
@@ -54,6 +56,7 @@ class AdapterSpec:
     slots: tuple[int, ...] = ()
     slot_top: int = 0
     base_delta: bool = False
+    native: str = ""
 
     @property
     def scaling(self) -> float:
@@ -73,6 +76,7 @@ class Training:
 
     Attributes:
         steps: local optimiser steps per round, in all.
+        epochs: passes over the client's examples, in place of ``steps``, which then are the most; 0 takes ``steps``.
         batch_size: examples per step.
         lr: AdamW learning rate of the experts.
         router_lr: AdamW learning rate of the router.
@@ -88,6 +92,7 @@ class Training:
     weight_decay: float = 0.0
     clip: float = 1.0
     optimizer_state: str = "reset"
+    epochs: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,7 @@ class Setup:
         spec: one plain LoRA with the run's targets, rank, alpha and dropout.
         shapes: module path → (out, in) of every targeted linear module, in model order.
         hidden_size: width of the router's input features.
+        initial: the tensors that ``spec`` grafts as they are in the backbone, where it names native experts.
         clients: names of all clients that hold examples, sorted.
     """
 
@@ -178,6 +184,7 @@ class Setup:
     shapes: dict[str, tuple[int, int]]
     hidden_size: int
     clients: tuple[str, ...]
+    initial: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,12 +196,14 @@ class FitReport:
         steps: their number.
         tokens: supervised tokens.
         routers: where each copy of the router ended, with ``router_copies``.
+        activations: tokens that each native expert processed, by component, without padding.
     """
 
     losses: list[float]
     steps: int
     tokens: int
     routers: dict[int, Tensors] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -229,6 +238,10 @@ class Client(Protocol):
     @property
     def memory(self) -> Memory: ...
 
+    def steps(self, training: Training) -> int:
+        """Return how many local steps an order asks of this client."""
+        ...
+
     def features(self) -> torch.Tensor:
         """Return the frozen backbone's masked mean of the last hidden layer over each prompt, (n, hidden), float32."""
         ...
@@ -258,8 +271,8 @@ class Client(Protocol):
                 pool it would make the mini-batches purer than chance).
             trainable: which tensor names are trained; default all.
             on_gradients: called with (values, gradients) by name before clipping; may change gradients in place.
-            router_copies: copy of the router that each step uses and trains. All start as the router that was loaded,
-                each with optimiser moments of its own; ``FitReport.routers`` has their ends. Default: one for all steps.
+            router_copies: copy of the router that each step uses and trains, default the same. All start as the router
+                that was loaded, each with optimiser moments of its own; ``FitReport.routers`` has their ends.
         """
         ...
 

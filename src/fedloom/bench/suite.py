@@ -65,10 +65,12 @@ class Cell:
 
     @property
     def config_hash(self) -> str:
-        """sha256 of the configuration, without where its data lie on this machine."""
-        plain = self.config.model_dump()
-        if plain["data"]["benchmark"]:
-            plain["data"]["benchmark"]["root"] = None
+        """sha256 of what the configuration says beyond defaults, without where its data lie on this machine.
+
+        So a later version that has more options, or another folder of rows, finds its finished cells again.
+        """
+        plain = self.config.model_dump(exclude_defaults=True)
+        plain["data"].get("benchmark", {}).pop("root", None)
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -207,6 +207,7 @@ class Batch:
         rows: (n,) int64, and
         columns: (n,) int64: ``hidden[rows, columns]`` (n, d) are the states that predict a label.
         labels: (n,) int64, what they must predict.
+        prompts: (b,) int64, ids of each example's prompt: an encoder-decoder model reads those and writes the rest.
         index: (b,) int64, ``Encoded.index`` of each example.
     """
 
@@ -215,6 +216,7 @@ class Batch:
     rows: torch.Tensor
     columns: torch.Tensor
     labels: torch.Tensor
+    prompts: torch.Tensor
     index: torch.Tensor
 
     @property
@@ -241,6 +243,7 @@ def collate(encoded: Sequence[Encoded], pad_id: int) -> Batch:
         rows=rows,
         columns=columns - 1,
         labels=ids[rows, columns],
+        prompts=torch.tensor([item.prompt_length for item in encoded], dtype=torch.int64),
         index=torch.tensor([item.index for item in encoded], dtype=torch.int64),
     )
 

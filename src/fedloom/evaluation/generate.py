@@ -35,12 +35,13 @@ def greedy(
         advance: called with the number of prompts done.
     """
     bench.grafted.eval()
+    decode = _write if bench.backbone.writes_apart else _decode
     answers: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         part = None if routing is None else routing[group]
-        for index, ids in zip(group, _decode(bench, [prompts[i] for i in group], part, max_new_tokens, stop)):
+        for index, ids in zip(group, decode(bench, [prompts[i] for i in group], part, max_new_tokens, stop)):
             answers[index] = ids
         if advance:
             advance(len(group))
@@ -87,6 +88,32 @@ def _decode(
         positions = positions[:, -1:] + 1
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+    return answers
+
+
+def _write(
+    bench: Workbench, prompts: list[Sequence[int]], routing: Routing, budget: int, stop: Sequence[int]
+) -> list[list[int]]:
+    """Let an encoder-decoder model answer one batch."""
+    model: Any = bench.backbone.model
+    device, pad = bench.backbone.device, bench.backbone.tokenizer.pad_token_id
+    longest = max(len(p) for p in prompts)
+    ids = torch.tensor([list(p) + [pad] * (longest - len(p)) for p in prompts], device=device)
+    mask = torch.tensor([[1] * len(p) + [0] * (longest - len(p)) for p in prompts], device=device)
+    with bench.grafted.routing(routing):
+        written = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=budget,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=sorted(set(stop)),
+            pad_token_id=pad,
+        )[:, 1:]  # without the start token
+    answers = []
+    for row in written.tolist():
+        end = next((at for at, token in enumerate(row) if token in set(stop)), len(row))
+        answers.append(row[:end])
     return answers
 
 

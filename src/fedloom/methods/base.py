@@ -41,6 +41,7 @@ class Method:
         pooled: all rows are trained in one place, as one client (no federation at all).
         global_model: there is one model for everyone, which the global protocol measures.
         personal: clients end with models of their own.
+        native: for models whose experts are part of the backbone, and for those only.
     """
 
     title: ClassVar[str] = "FedAvg"
@@ -55,6 +56,7 @@ class Method:
     pooled: ClassVar[bool] = False
     global_model: ClassVar[bool] = True
     personal: ClassVar[bool] = False
+    native: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     def __init__(self, options: MethodOptions | None = None) -> None:
@@ -63,7 +65,9 @@ class Method:
     # Server, before round 1.
 
     def init(self, setup: Setup) -> State:
-        """Return the state before any communication: the adapter's initial tensors."""
+        """Return the state before any communication: the adapter's initial tensors, or the model's own experts."""
+        if setup.spec.native:
+            return State(round=0, tensors=dict(setup.initial), spec=setup.spec)
         tensors = lora_init(setup.shapes, setup.spec.rank, 1, generator(setup.seed, "adapter-init"))
         return State(round=0, tensors=tensors, spec=setup.spec)
 
@@ -97,7 +101,7 @@ class Method:
         """Load, fit on all examples, send the update of what is sent."""
         client.load(order.tensors, order.spec)
         report = client.fit(
-            [range(client.size)] * order.training.steps,
+            [range(client.size)] * client.steps(order.training),
             order.training,
             trainable=lambda name: self.trains(name, order),
             on_gradients=self.correction(order),

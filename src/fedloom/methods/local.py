@@ -25,7 +25,7 @@ class Local(Method):
     def local(self, client: Client, order: Order) -> Reply:
         """Go on from the client's own adapter, which starts as everyone's."""
         client.load(order.tensors | take(client.memory.tensors, "own"), order.spec)
-        report = client.fit([range(client.size)] * order.training.steps, order.training)
+        report = client.fit([range(client.size)] * client.steps(order.training), order.training)
         return Reply(client.name, {}, {"examples": client.size}, report.metrics(), keep=place(client.read(), "own"))
 
     def merge(self, state: State, replies: Replies) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -75,6 +76,11 @@ class LocalClient:
     @property
     def size(self) -> int:
         return len(self.rows)
+
+    def steps(self, training: Training) -> int:
+        if training.epochs == 0:
+            return training.steps
+        return min(training.steps, training.epochs * math.ceil(self.size / training.batch_size))
 
     def features(self) -> torch.Tensor:
         return self.rows.features(self.bench)
