@@ -63,7 +63,7 @@ def test_defaults_are_the_papers() -> None:
             r"unknown key 'method\.clusterr'\. Did you mean 'clusterer'\?",
         ),
         ({"method": {"name": "fedit", "clusterer": "kmeans"}}, r"unknown key 'method\.clusterer'"),
-        ({"method": {"name": "fedweeve"}}, r"unknown method 'fedweeve'\. Did you mean 'fedweave'\?"),
+        ({"method": {"name": "fedweeve"}}, r"unknown method 'fedweeve'\. Did you mean 'fedweave'"),
         ({"method": {"name": "zzz"}}, r"unknown method 'zzz'\. Known: centralised"),
         ({"method": "fedweave"}, r"'method' is 'fedweave'"),
         ({"method": "fedweave", "trainign": {}}, r"unknown key 'trainign'"),

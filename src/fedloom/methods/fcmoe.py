@@ -1,0 +1,148 @@
+"""FC-MoE: conflict-aware federated fine-tuning of native mixture-of-experts models.
+
+Y. Lu et al., "Conflict-aware federated fine-tuning of large language models with mixture-of-experts",
+arXiv 2606.15625 (2026).
+
+Differs from FedAvg: an expert's updates are weighted by importance, activations × norm (Eq. 1); what opposes the
+weighted mean is projected off it (Eq. 2–4); a client starts the next round with a part of its last update (Eq. 5, 6).
+
+What the projection amounts to: with Δ̄ = Σ c_i Δ_i / C and a_i = Δ_i·Δ̄, Eq. 3 and 4 give Σ c_i proj(Δ_i) / C =
+Δ̄ · (1 + Σ_{a_i<0} c_i |a_i| / (C ‖Δ̄‖²)): the consensus itself, made longer. So one pass makes the consensus, a second
+needs inner products only, and nothing but the consensus is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from fedloom.errors import UpdateRejected
+from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.numerics.aggregate import RunningMean
+from fedloom.numerics.tree import norm, place, subtract, take
+from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, Tensors, View, component
+
+
+class FCMoEOptions(MethodOptions):
+    """``importance``, ``projection`` and ``retention`` (λ, 0: none) are the three parts; off, they are the ablations.
+
+    ``residual``: what is retained. Eq. 5 as printed projects the last update onto the new parameters
+    (``parameter-projection``); the prose speaks of what the projection removed (``filtered``).
+    """
+
+    importance: bool = True
+    projection: bool = True
+    retention: float = Field(0.5, ge=0, le=1)
+    residual: Literal["parameter-projection", "filtered"] = "parameter-projection"
+
+
+class FCMoE(Method):
+    title = "FC-MoE"
+    paper = "arXiv 2606.15625"
+    aggregated = "each expert by activations × update norm, conflicts projected; the rest by sample count"
+    local_only = "the last update of each expert, kept for the next start"
+    exact = "yes: whole experts are averaged"
+    native = True
+    personal = True
+    Options = FCMoEOptions
+    options: FCMoEOptions
+
+    def local(self, client: Client, order: Order) -> Reply:
+        """Start from the retained knowledge (Eq. 5, 6), train, send the updates of activated experts (Eq. 1)."""
+        start = order.tensors | retained(order.tensors, client.memory, self.options)
+        client.load(start, order.spec)
+        report = client.fit([range(client.size)] * client.steps(order.training), order.training)
+        update = subtract(client.read(), order.tensors)  # from what was received, not from the retained start
+        active = {unit: n for unit, n in report.activations.items() if n > 0}
+        send = {n: t for n, t in update.items() if not n.startswith("experts/") or component(n) in active}
+        counts = {"examples": client.size} | {component(name): client.size for name in send}
+        started = norm(subtract(start, order.tensors))
+        metrics = report.metrics() | {"retained_norm": started, "update_norm": norm(update)}
+        experts = {name: t for name, t in send.items() if name.startswith("experts/")}
+        return Reply(client.name, send, counts, metrics, {"activations": active}, keep=place(experts, "update"))
+
+    def merge(self, state: State, replies: Replies) -> State:
+        """Average what is no expert by sample count; experts by importance along their consensus (Eq. 2–4)."""
+        means, totals = RunningMean(), dict[str, float]()
+        for reply in replies:
+            weights = {u: self.importance(reply, u) for u in map(component, reply.send)}
+            for name, tensor in reply.send.items():
+                means.add(name, tensor, weights[component(name)])
+            for unit, weight in weights.items():
+                totals[unit] = totals.get(unit, 0.0) + weight
+        consensus = means.mean()  # Eq. 2
+        log = self.conflicts(consensus, totals, replies)
+        tensors = dict(state.tensors)
+        for name, direction in consensus.items():  # Eq. 4
+            longer = log[component(name)]["length"] if component(name) in log and self.options.projection else 1.0
+            tensors[name] = state.tensors[name] + longer * direction
+        return replace(state, tensors=tensors, values=state.values | {"log": {"conflict": log}})
+
+    def importance(self, reply: Reply, unit: str) -> float:
+        """Return c_{i,k} = f_{i,k} ‖Δθ_{i,k}‖ of an expert (Eq. 1); the sample count of anything else."""
+        if not unit.startswith("experts/") or not self.options.importance:
+            return float(reply.counts[unit])
+        return reply.values["activations"][unit] * norm(take(reply.send, unit))
+
+    def conflicts(self, consensus: Tensors, totals: dict[str, float], replies: Replies) -> dict[str, dict[str, float]]:
+        """Return for each expert how its clients stand to the consensus.
+
+        ``clients``; ``conflicting``, the share with a negative cosine; ``cosine``, their mean; ``removed``, the weighted
+        norm of what the projection takes away; ``length``, the factor by which it lengthens the consensus.
+        """
+        found: dict[str, list[tuple[float, float, float]]] = {}  # unit → (weight, inner product, norm) of each client
+        for reply in replies:
+            for unit in {component(name): None for name in reply.send if name.startswith("experts/")}:
+                update, direction = take(reply.send, unit), take(consensus, unit)
+                if direction:
+                    inner = sum(float(torch.dot(_flat(t), _flat(direction[n]))) for n, t in update.items())
+                    found.setdefault(unit, []).append((self.importance(reply, unit), inner, norm(update)))
+        log = {}
+        for unit, clients in found.items():
+            length = norm(take(consensus, unit))
+            opposed = sum(weight * -inner for weight, inner, _ in clients if inner < 0) / totals[unit]
+            cosines = [inner / (length * size) for _, inner, size in clients if length * size > 0]
+            log[unit] = {
+                "clients": len(clients),
+                "conflicting": sum(inner < 0 for _, inner, _ in clients) / len(clients),
+                "cosine": sum(cosines) / len(cosines) if cosines else 0.0,
+                "removed": opposed / length if length > 0 else 0.0,
+                "length": 1.0 + opposed / length**2 if length > 0 else 1.0,
+            }
+        return log
+
+    def personal_view(self, state: State, client: str, memory: Memory) -> View:
+        """Answer at home with the start of the next round (part 3)."""
+        return View(state.tensors | retained(state.tensors, memory, self.options), state.spec)
+
+    def expected(self, order: Order, reply: Reply) -> Schema:
+        """Check the activations too: they are weights."""
+        active: Plain = reply.values.get("activations")
+        sent = {unit for unit, count in reply.counts.items() if unit.startswith("experts/") and count > 0}
+        if not isinstance(active, dict) or active.keys() != sent:
+            raise UpdateRejected("'activations' does not name exactly the experts that it sends")
+        if bad := [unit for unit, n in active.items() if type(n) is not int or not 0 < n < 1 << 40]:
+            raise UpdateRejected(f"the activations of {bad[0]!r} are {active[bad[0]]!r}, not a number of tokens")
+        return super().expected(order, reply)
+
+
+def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:
+    """Return θ = Θ + λR of the experts that the client's last update holds (Eq. 5, 6); zero parameters retain nothing."""
+    last = take(memory.tensors, "update")
+    start: Tensors = {}
+    for unit in {component(name): None for name in last} if options.retention > 0 else {}:
+        update, now = take(last, unit), take(current, unit)
+        squared = norm(now) ** 2
+        inner = sum(float(torch.dot(_flat(update[n]), _flat(t))) for n, t in now.items())
+        for name, t in now.items():
+            onto = (inner / squared) * t if squared > 0 else torch.zeros_like(t)
+            residual = onto if options.residual == "parameter-projection" else update[name] - onto
+            start[f"{unit}/{name}"] = t + options.retention * residual
+    return start
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float64).flatten()
