@@ -28,8 +28,8 @@ from fedloom.types import AdapterSpec, Client, Memory, Order, Replies, Reply, Se
 
 
 class FedLEASEOptions(ExpertOptions):
-    """``init``: in round 1 a client's own slot holds the mean warm-up of its cluster (the paper), or its ``own`` warm-up
-    while the experts of others add nothing (the authors' code)."""
+    """``init``: a client starts round 1 from the mean warm-up of each cluster (the paper), or from its ``own`` warm-up
+    among experts that add nothing (the authors' code)."""
 
     init: Literal["mean", "own"] = "mean"
 
@@ -55,16 +55,15 @@ class FedLEASE(Method):
     def probe(self, client: Client, order: Order) -> Reply:
         """Warm up one LoRA on all examples."""
         reply = warm_up(client, order, [0] * client.size, self.options, by_length=False)
-        return (
-            replace(reply, keep=place(take(reply.send, "buckets/0"), "warm")) if self.options.init == "own" else reply
-        )
+        keep = place(take(reply.send, "buckets/0"), "warm") if self.options.init == "own" else {}
+        return replace(reply, keep=keep)
 
     def discover(self, state: State, replies: Replies) -> State:
         """Cluster clients by the cosine distance of their B factors; expert j is the mean warm-up of cluster j."""
         experts, count, found = align_buckets(replies, self.options)
         state = replace(state, tensors=experts, spec=self.deployed(state.spec, count), values=state.values | found)
         routing = self.routing(state)
-        clusters = {f"routers/{j}/{name}": tensor for j in range(count) for name, tensor in routing.items()}
+        clusters = {f"routers/{j}/{name}": tensor.clone() for j in range(count) for name, tensor in routing.items()}
         return replace(state, tensors=experts | clusters)
 
     def routing(self, state: State) -> Tensors:
@@ -93,11 +92,8 @@ class FedLEASE(Method):
         if self.options.init == "mean" or order.round > 1:
             return super().local(client, order)
         own = f"experts/{order.values['assignment'][0]}"
-        others = {
-            n: torch.zeros_like(t) for n, t in order.tensors.items() if n.startswith("experts/") and "lora_B" in n
-        }
-        warm = place(take(client.memory.tensors, "warm/experts/0"), own)
-        start = order.tensors | others | warm
+        silent = {name: torch.zeros_like(t) for name, t in order.tensors.items() if name.endswith(".lora_B")}
+        start = order.tensors | silent | place(take(client.memory.tensors, "warm/experts/0"), own)
         reply = super().local(client, replace(order, tensors=start))
         return replace(reply, send={n: t + (start[n] - order.tensors[n]) for n, t in reply.send.items()})
 

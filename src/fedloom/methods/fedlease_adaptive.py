@@ -36,7 +36,7 @@ class FedLEASEAdaptive(FedLEASE):
         return mixer_init(shapes, len(state.spec.slots), generator(state.values["seed"], "mixer-init"))
 
     def view(self, state: State, client: str | None) -> View:
-        """Give all experts and the mixers of the client's cluster; a client without a cluster has the backbone alone."""
+        """Give all experts and the mixers of the client's cluster; outside of all clusters, the backbone alone."""
         experts = place(take(state.tensors, "experts"), "experts")
         if "assignment" not in state.values:
             return View(experts, state.spec)

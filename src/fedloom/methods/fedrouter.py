@@ -85,7 +85,7 @@ class FedRouter(Method):
         label = iter(found.labels.tolist())
         assignment = {client: [next(label) for _ in own] for client, own in sizes.items()}
         start = take(state.tensors, "experts/0")
-        experts = {f"experts/{m}/{name}": t for m in range(found.count) for name, t in start.items()}
+        experts = {f"experts/{m}/{name}": t.clone() for m in range(found.count) for name, t in start.items()}
         means = [centroids[pool].mean(0) for pool in members_of(found.labels.tolist(), found.count)]
         tensors = experts | {"router/centroids": torch.stack(means)}
         values = state.values | {"assignment": assignment, "sizes": sizes, "silhouette": found.silhouette}

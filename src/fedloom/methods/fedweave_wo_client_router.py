@@ -30,7 +30,7 @@ class FedWeaveWithoutClientRouter(FedWeave):
     def take_steps(
         self, client: Client, order: Order, members: list[list[int]], visits: list[int]
     ) -> tuple[Tensors, dict[str, float]]:
-        """Take the same steps, with a router copy and its moments per bucket; one without a step ends where it began."""
+        """Take the same steps, with a router copy per bucket; one without a step ends where it began."""
         report = client.fit(
             [members[c] for c in visits], order.training, by_length=self.options.by_length, router_copies=visits
         )
@@ -38,9 +38,8 @@ class FedWeaveWithoutClientRouter(FedWeave):
         ends = [report.routers.get(c, order.tensors) for c in range(len(members))]
         sizes = [len(pool) for pool in members]
         mean = {name: weighted_mean([end[name] for end in ends], sizes) for name in router}
-        pull = [size * visits.count(c) for c, size in enumerate(sizes)]  # a_c H_c, Eq. 40
-        shares = {f"router_weight_{c}": share / sum(pull) for c, share in enumerate(pull)}
-        mismatch = sum(
-            abs(s - n / client.size) for s, n in zip(shares.values(), sizes, strict=True)
-        )  # ‖π̃ − π‖₁, Eq. 41
-        return client.read() | mean, report.metrics() | shares | {"router_weight_mismatch": mismatch}
+        pull = [size * visits.count(c) for c, size in enumerate(sizes)]  # a_c H_c
+        shares = [weight / sum(pull) for weight in pull]  # π̃_c, Eq. 40
+        mismatch = sum(abs(share - size / client.size) for share, size in zip(shares, sizes, strict=True))  # Eq. 41
+        metrics = {f"router_weight_{c}": share for c, share in enumerate(shares)}
+        return client.read() | mean, report.metrics() | metrics | {"router_weight_mismatch": mismatch}
