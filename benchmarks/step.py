@@ -28,7 +28,8 @@ from fedloom.methods.fedweave import members_of
 from fedloom.numerics.cluster import bucketize
 from fedloom.numerics.schedule import schedule
 from fedloom.numerics.seeding import generator
-from fedloom.runtime.client import LocalClient, Rows, Workbench, draw_batches
+from fedloom.runtime.batches import draw_batches
+from fedloom.runtime.client import LocalClient, Rows, Workbench
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, Tensors, Training
 

@@ -16,7 +16,7 @@ from fedloom.data.tokenize import Encoded
 from fedloom.errors import FedloomError, UpdateRejected
 from fedloom.methods.fedweave import FedWeave, FedWeaveOptions, members_of, schedule, weights
 from fedloom.runtime import client as runtime_client
-from fedloom.runtime.client import draw_batches
+from fedloom.runtime.batches import draw_batches
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training
 from small_world import SPEC, World, examples, random_tensors, rows

@@ -18,7 +18,8 @@ from fedloom.adapters.state import initial_tensors
 from fedloom.data.sources import Example, conversation
 from fedloom.errors import DataError
 from fedloom.runtime import client as module
-from fedloom.runtime.client import LocalClient, draw_batches, split_by_length
+from fedloom.runtime.batches import draw_batches, split_by_length
+from fedloom.runtime.client import LocalClient
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import Tensors, Training
 from small_world import SPEC, World, examples, random_tensors

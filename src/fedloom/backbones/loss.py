@@ -39,6 +39,15 @@ def halves(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return source, mask.long(), target
 
 
+def token_masks(backbone: Backbone, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return which positions (b, t) of ``token_losses``' forward pass hold tokens: ``causal``, or both sides."""
+    if not backbone.writes_apart:
+        positions = torch.arange(batch.ids.shape[1])[None]
+        return {"causal": (positions < batch.lengths[:, None]).long()}
+    _, mask, target = halves(batch, backbone.tokenizer.pad_token_id)
+    return {"encoder": mask, "decoder": (target >= 0).long()}
+
+
 def _written_losses(backbone: Backbone, batch: Batch) -> torch.Tensor:
     """The decoder writes the response from the start token on; see ``token_losses``."""
     source, mask, target = halves(batch, backbone.tokenizer.pad_token_id)
@@ -46,9 +55,8 @@ def _written_losses(backbone: Backbone, batch: Batch) -> torch.Tensor:
     written = torch.cat([start, target[:, :-1]], dim=1)
     written = written.where(written >= 0, torch.tensor(backbone.tokenizer.pad_token_id))
     device = backbone.device
-    logits = backbone.model(
-        input_ids=source.to(device), attention_mask=mask.to(device), decoder_input_ids=written.to(device), use_cache=False
-    ).logits  # (b, t, vocabulary)
+    source, mask, written = source.to(device), mask.to(device), written.to(device)
+    output = backbone.model(input_ids=source, attention_mask=mask, decoder_input_ids=written, use_cache=False)
     steps = batch.columns + 1 - batch.prompts[batch.rows]
-    chosen = logits[batch.rows.to(device), steps.to(device)]
+    chosen = output.logits[batch.rows.to(device), steps.to(device)]
     return F.cross_entropy(chosen.float(), batch.labels.to(device), reduction="none")

@@ -90,8 +90,8 @@ class FCMoE(Method):
     def conflicts(self, consensus: Tensors, totals: dict[str, float], replies: Replies) -> dict[str, dict[str, float]]:
         """Return for each expert how its clients stand to the consensus.
 
-        ``clients``; ``conflicting``, the share with a negative cosine; ``cosine``, their mean; ``removed``, the weighted
-        norm of what the projection takes away; ``length``, the factor by which it lengthens the consensus.
+        ``clients``; ``conflicting``, the share with a negative cosine; ``cosine``, their mean; ``removed``, the
+        weighted norm of what the projection takes away; ``length``, the factor by which it lengthens the consensus.
         """
         found: dict[str, list[tuple[float, float, float]]] = {}  # unit → (weight, inner product, norm) of each client
         for reply in replies:
@@ -130,7 +130,7 @@ class FCMoE(Method):
 
 
 def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:
-    """Return θ = Θ + λR of the experts that the client's last update holds (Eq. 5, 6); zero parameters retain nothing."""
+    """Return θ = Θ + λR of the experts that the client's last update holds (Eq. 5, 6)."""
     last = take(memory.tensors, "update")
     start: Tensors = {}
     for unit in {component(name): None for name in last} if options.retention > 0 else {}:

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedloom.adapters.activations import Activations
 from fedloom.adapters.inject import Grafted, Slot, graft
+from fedloom.adapters.native_graft import NativeGraft
 from fedloom.backbones.features import prompt_features
 from fedloom.backbones.linear import quicken
 from fedloom.backbones.load import Backbone
-from fedloom.backbones.loss import token_losses
+from fedloom.backbones.loss import token_losses, token_masks
 from fedloom.data.tokenize import Encoded, collate
-from fedloom.errors import DataError
 from fedloom.numerics.seeding import derive_seed, generator
+from fedloom.runtime.batches import draw_batches, split_by_length
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, FitReport, Tensors, Training
 
@@ -49,8 +51,12 @@ class Workbench:
 
     def __init__(self, backbone: Backbone, spec: AdapterSpec, cache: Path | None) -> None:
         self.backbone = backbone
-        quicken(backbone.model)
-        self.grafted: Grafted = graft(backbone.model, spec, backbone.hidden_size)
+        self.grafted: Grafted | NativeGraft
+        if spec.native:
+            self.grafted = NativeGraft(backbone.model, spec)
+        else:
+            quicken(backbone.model)
+            self.grafted = graft(backbone.model, spec, backbone.hidden_size)
         self.cache = cache
 
     def load(self, tensors: Tensors, spec: AdapterSpec) -> None:
@@ -122,12 +128,13 @@ class LocalClient:
         losses: list[float] = []
         tokens = 0
         grafted.train()
-        with torch.random.fork_rng(devices=_cuda_devices(self.bench.backbone.device)):
+        counting = grafted.activations() if isinstance(grafted, NativeGraft) else nullcontext()
+        with torch.random.fork_rng(devices=_cuda_devices(self.bench.backbone.device)), counting as seen:
             torch.manual_seed(derive_seed(self.run_seed, "dropout", purpose, self.name, self.round))
             for step, indices in enumerate(draws):
                 if copies is not None:
                     copies.take_turn(step)
-                loss, labels = self._backward(indices)
+                loss, labels = self._backward(indices, seen)
                 for slot in frozen:
                     if slot.grad is not None:
                         slot.grad.zero_()
@@ -146,9 +153,10 @@ class LocalClient:
         grafted.eval()
         if training.optimizer_state == "keep":
             self.kept_optimizer = _moments(optimizer)
-        return FitReport(losses, len(losses), tokens, {} if copies is None else copies.ends())
+        routers = {} if copies is None else copies.ends()
+        return FitReport(losses, len(losses), tokens, routers, {} if seen is None else seen.counts())
 
-    def _backward(self, indices: Sequence[int]) -> tuple[float, int]:
+    def _backward(self, indices: Sequence[int], seen: Activations | None) -> tuple[float, int]:
         """Add the gradient of a mini-batch's mean token loss; return that loss and the number of supervised tokens.
 
         On a CPU, examples of very different lengths are computed in parts, which is the same sum with less padding.
@@ -164,13 +172,15 @@ class LocalClient:
             routing: AbstractContextManager[Any] = nullcontext()
             if grafted.router is not None:
                 routing = grafted.routing(grafted.route(self.features()[part].to(backbone.device), "soft"))
+            if seen is not None:
+                seen.masks(**token_masks(backbone, batch))
             with routing:
                 loss = token_losses(backbone, batch).sum() / labels
                 loss.backward()
             total += float(loss.detach())
         return total, labels
 
-    def _optimizer(self, grafted: Grafted, training: Training) -> torch.optim.AdamW:
+    def _optimizer(self, grafted: Grafted | NativeGraft, training: Training) -> torch.optim.AdamW:
         """Make AdamW with one rate for experts and one for the router; ``keep`` restores the client's moments."""
         groups = [
             {"params": grafted.expert_parameters(), "lr": training.lr},
@@ -229,74 +239,6 @@ class RouterCopies:
         if self.now is not None:
             self.values[self.now] = {name: slot.value.clone() for name, slot in self.slots.items()}
             self.moments[self.now] = {n: self.optimizer.state[slot.parameter] for n, slot in self.slots.items()}
-
-
-def draw_batches(
-    pools: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    batch_size: int,
-    source: torch.Generator,
-    by_length: bool = False,
-) -> list[list[int]]:
-    """Draw one mini-batch per entry of ``pools``, without replacement inside a pass over a pool.
-
-    A pool that is visited again goes on where it stopped; when fewer than a batch are left it is shuffled anew. A pool
-    smaller than a batch gives all it has.
-
-    Args:
-        pools: example indices, one pool per step.
-        lengths: token length of every example.
-        batch_size: most examples in a batch.
-        source: generator; pools draw from it in order of first visit.
-        by_length: let the batches of one pool hold examples of like length (the examples drawn stay the same).
-
-    Raises:
-        DataError: a pool is empty.
-    """
-    visits: dict[tuple[int, ...], list[int]] = {}
-    for step, pool in enumerate(pools):
-        visits.setdefault(tuple(pool), []).append(step)
-    batches: list[list[int]] = [[] for _ in pools]
-    for pool, steps in visits.items():
-        if not pool:
-            raise DataError("there is no example to train on: a client's pool is empty.")
-        take = min(batch_size, len(pool))
-        left: list[int] = []
-        drawn: list[list[int]] = []
-        for _ in steps:
-            if len(left) < take:
-                left = [pool[i] for i in torch.randperm(len(pool), generator=source).tolist()]
-            drawn.append(left[:take])
-            left = left[take:]
-        if by_length and take * len(steps) <= len(pool):  # else one example is in several batches
-            flat = sorted((i for batch in drawn for i in batch), key=lambda i: (lengths[i], i))
-            order = torch.randperm(len(steps), generator=source).tolist()
-            drawn = [flat[k * take : (k + 1) * take] for k in order]
-        for step, batch in zip(steps, drawn, strict=True):
-            batches[step] = batch
-    return batches
-
-
-def split_by_length(indices: Sequence[int], lengths: Sequence[int], overhead: int = 256) -> list[list[int]]:
-    """Cut a mini-batch, sorted by length, into the parts that cost least.
-
-    Args:
-        indices: examples of the mini-batch.
-        lengths: token length of every example.
-        overhead: what another part costs, in tokens: a pass has a fixed price beside the price of its padded tokens.
-    """
-    order = sorted(indices, key=lambda i: (lengths[i], i))
-    best: list[tuple[int, int]] = [(0, 0)]  # for the first k examples: least cost, and where its last part begins
-    for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        best.append(min((best[start][0] + overhead + (end - start) * longest, start) for start in range(end)))
-    parts: list[list[int]] = []
-    end = len(order)
-    while end:
-        start = best[end][1]
-        parts.append(order[start:end])
-        end = start
-    return parts[::-1]
 
 
 def _moments(optimizer: torch.optim.AdamW) -> Tensors:
