@@ -63,7 +63,7 @@ class Recording:
 
     Attributes:
         before: the memory with which a client got an order.
-        memories: each client's memory at the end.
+        memories: each client's memory after a round.
     """
 
     world: World
@@ -71,7 +71,7 @@ class Recording:
     replies: dict[int, dict[str, bytes]] = field(default_factory=dict)
     before: dict[int, dict[str, ClientMemory]] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
-    memories: dict[str, ClientMemory] = field(default_factory=dict)
+    memories: dict[int, dict[str, ClientMemory]] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -94,7 +94,7 @@ class Recording:
     def keep(self, state: State, memories: dict[str, str]) -> None:
         """Take in a state and the clients' memories of the same moment."""
         self.states[state.round] = state
-        self.memories = {client: self.world.memory.read(memories.get(client)) for client in self.world.clients}
+        self.memories[state.round] = {c: self.world.memory.read(memories.get(c)) for c in self.world.clients}
 
 
 @pytest.fixture(scope="session")

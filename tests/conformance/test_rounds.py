@@ -100,8 +100,8 @@ def test_training_moves_what_is_sent_and_keeps_the_rest(method: Method, recordin
 
 
 def test_every_client_of_a_personal_method_ends_with_a_model_of_its_own(method: Method, recording: Recording) -> None:
-    state, clients = recording.states[recording.last], sorted(recording.world.clients)
-    views = [method.personal_view(state, client, recording.memories[client]) for client in clients]
+    state, memories = recording.states[recording.last], recording.memories[recording.last]
+    views = [method.personal_view(state, client, memories[client]) for client in sorted(memories)]
     for view in views:
         assert not same(view.tensors, recording.states[0].tensors)
     for view, other in itertools.combinations(views, 2):
@@ -111,13 +111,13 @@ def test_every_client_of_a_personal_method_ends_with_a_model_of_its_own(method: 
 @pytest.mark.parametrize("round", [0, 1, 2])
 def test_every_view_can_be_grafted(round: int, method: Method, recording: Recording) -> None:
     """Also at round 0, and for a client that was never asked: its memory is empty."""
-    state, bench = recording.states[round], recording.world.bench
-    memories = recording.memories if round == recording.last else {}
-    views = {"assembled": method.assembled(state, memories)}
-    assert (views["assembled"] is not None) == method.global_model
-    for client in recording.world.clients:
-        views[client] = method.personal_view(state, client, memories.get(client, ClientMemory()))
-    for view in filter(None, views.values()):
+    state, memories, bench = recording.states[round], recording.memories[round], recording.world.bench
+    assembled = method.assembled(state, memories)
+    assert (assembled is not None) == method.global_model
+    views = [assembled] if assembled else []
+    for client, memory in memories.items():
+        views += [method.personal_view(state, client, known) for known in (memory, ClientMemory())]
+    for view in views:
         bench.load(view.tensors, view.spec)
         assert same(bench.grafted.read(), view.tensors)
 

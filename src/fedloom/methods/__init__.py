@@ -9,14 +9,19 @@ from fedloom.methods.fedex_lora import FedExLoRA
 from fedloom.methods.fedit import FedIT
 from fedloom.methods.fedlease import FedLEASE
 from fedloom.methods.fedlease_adaptive import FedLEASEAdaptive
+from fedloom.methods.fedprox import FedProx
 from fedloom.methods.fedrouter import FedRouter
+from fedloom.methods.fedsa_lora import FedSALoRA
 from fedloom.methods.fedweave import FedWeave
 from fedloom.methods.fedweave_wo_client_router import FedWeaveWithoutClientRouter
 from fedloom.methods.fedweave_wo_prototype_expert import FedWeaveWithoutPrototypeExpert
+from fedloom.methods.ffa_lora import FFALoRA
 from fedloom.methods.flexlora import FlexLoRA
 from fedloom.methods.flora import FLoRA
 from fedloom.methods.local import Local
 from fedloom.methods.lora_fair import LoRAFair
+from fedloom.methods.rolora import RoLoRA
+from fedloom.methods.scaffold import Scaffold
 
 METHODS: dict[str, type[Method]] = {
     "centralised": Centralised,
@@ -25,12 +30,17 @@ METHODS: dict[str, type[Method]] = {
     "fedit": FedIT,
     "fedlease": FedLEASE,
     "fedlease_adaptive": FedLEASEAdaptive,
+    "fedprox": FedProx,
     "fedrouter": FedRouter,
+    "fedsa_lora": FedSALoRA,
     "fedweave": FedWeave,
     "fedweave_wo_client_router": FedWeaveWithoutClientRouter,
     "fedweave_wo_prototype_expert": FedWeaveWithoutPrototypeExpert,
+    "ffa_lora": FFALoRA,
     "flexlora": FlexLoRA,
     "flora": FLoRA,
     "local": Local,
     "lora_fair": LoRAFair,
+    "rolora": RoLoRA,
+    "scaffold": Scaffold,
 }

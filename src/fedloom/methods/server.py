@@ -96,7 +96,7 @@ def mean_products(state: State, replies: Replies) -> Tensors:
     for reply in replies:
         for name in reply.send:
             weight = reply.counts.get(component(name), 0)
-            if name.endswith(".lora_A") and weight > 0:
+            if name in state.tensors and name.endswith(".lora_A") and weight > 0:
                 other = name.removesuffix("A") + "B"
                 A = state.tensors[name].double() + reply.send[name].double()
                 B = state.tensors[other].double() + reply.send[other].double()
