@@ -8,89 +8,42 @@ also when it was interrupted and resumed.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import json
-import math
-import os
 import platform
 import random
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import transformers
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
-from safetensors.torch import save_file
+from tiny_training import (
+    GSM8K_HELD_OUT,
+    GSM8K_ROWS,
+    MMLU_HELD_OUT,
+    Progressed,
+    Row,
+    cpu_name,
+    epoch_tokens,
+    export,
+    load_split,
+    render,
+    train,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fedloom.errors import BackboneError, DataError, FedloomError
+from fedloom.errors import BackboneError, FedloomError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 VOCABULARY, POSITIONS = 4096, 1024
 SEQUENCE, BATCH = 512, 4
-PEAK_LR, FLOOR, WARMUP, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 100, 0.1, 1.0
-GSM8K_ROWS, GSM8K_HELD_OUT = 4973, 4700  # rows 4700..4972 are held out, rows from 4973 on are never used
-MMLU_HELD_OUT = 50  # one question in fifty
-CHECKPOINT_EVERY = 200
-Row = dict[str, Any]
-
-
-def read_rows(path: Path, limit: int | None = None) -> list[Row]:
-    """Return the first ``limit`` rows of a JSON Lines file."""
-    if not path.is_file():
-        raise DataError(f"{path} is missing. --data needs gsm8k/train.jsonl and mmlu/{{validation,dev,test}}.jsonl.")
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in itertools.islice(lines, limit)]
-
-
-def is_held_out(question: str) -> bool:
-    """Split mmlu by a hash of the question, so that a question asked twice falls on one side only."""
-    plain = " ".join(question.lower().split())
-    return int.from_bytes(hashlib.sha256(plain.encode()).digest()[:8]) % MMLU_HELD_OUT == 0
-
-
-def load_split(data: Path) -> tuple[list[Row], list[Row]]:
-    """Return the training rows and the held-out rows of both sources."""
-    gsm8k = read_rows(data / "gsm8k" / "train.jsonl", GSM8K_ROWS)
-    if len(gsm8k) < GSM8K_ROWS:
-        raise DataError(f"gsm8k/train.jsonl has {len(gsm8k)} rows; at least {GSM8K_ROWS} are needed.")
-    mmlu = [row for split in ("validation", "dev", "test") for row in read_rows(data / "mmlu" / f"{split}.jsonl")]
-    train = gsm8k[:GSM8K_HELD_OUT] + [row for row in mmlu if not is_held_out(row["question"])]
-    held_out = gsm8k[GSM8K_HELD_OUT:] + [row for row in mmlu if is_held_out(row["question"])]
-    return train, held_out
-
-
-def render(row: Row, rng: random.Random | None = None) -> str:
-    """Write a row as plain text: in the plainest form, or with ``rng`` in one of several."""
-
-    def pick(*options: str) -> str:
-        return options[0] if rng is None or rng.random() < 0.4 else rng.choice(options)
-
-    question = row["question"].strip()
-    if "choices" not in row:
-        frame = pick(
-            "Question: {}\nAnswer: {}", "Q: {}\nA: {}", "Problem: {}\n\nSolution: {}", "{}\n{}", "{}\n\nAnswer: {}"
-        )
-        return frame.format(question, row["answer"].strip())
-    letter, text = "ABCD"[row["answer"]], row["choices"][row["answer"]]
-    subject = row["subject"].replace("_", " ")
-    mark = pick("{}. ", "{}) ", "({}) ")
-    choices = "\n".join(mark.format(name) + choice for name, choice in zip("ABCD", row["choices"], strict=True))
-    head = pick("Question: ", "Q: ", "", f"Subject: {subject}\n\n", f"A question about {subject}.\n")
-    answer = pick(f"Answer: {letter}", f"Answer: {letter}. {text}", f"The answer is {letter}.", f"Answer: {text}")
-    return head + question + pick("\n", "\nChoices:\n", "\nOptions:\n", "\n\n") + choices + "\n" + answer
+PEAK_LR = 3e-3
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -141,14 +94,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
     return model
 
 
-def epoch_tokens(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int, epoch: int) -> torch.Tensor:
-    """Return one epoch's documents, ``BOS text EOS`` end to end, in an order and wording of its own: (tokens,)."""
-    rng = random.Random(f"{seed}:{epoch}")
-    texts = [render(row, rng) for row in rows]
-    rng.shuffle(texts)
-    return torch.tensor([i for ids in tokenizer(texts)["input_ids"] for i in [*ids, tokenizer.eos_token_id]])
-
-
 def batches(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[torch.Tensor]:
     """Yield token ids (BATCH, SEQUENCE) without end."""
     size = BATCH * SEQUENCE
@@ -157,86 +102,10 @@ def batches(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> I
         yield from stream[: len(stream) // size * size].view(-1, BATCH, SEQUENCE)
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to ``FLOOR`` of the peak."""
-    warmup = min(WARMUP, steps // 10 + 1)
-    if step < warmup:
-        return PEAK_LR * (step + 1) / warmup
-    return PEAK_LR * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
-
-
-def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
-    groups = [{"params": [p], "weight_decay": WEIGHT_DECAY if p.ndim > 1 else 0.0} for p in model.parameters()]
-    return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
-
-
-def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids: torch.Tensor, lr: float) -> float:
-    """Take one step on ``ids`` (batch, sequence) and return the loss in nats per token."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of ``ids`` (batch, sequence) in nats per token."""
     logits = model(input_ids=ids[:, :-1]).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-    return loss.item()
-
-
-def steps_in(minutes: float, model: LlamaForCausalLM, ids: torch.Tensor) -> int:
-    """Measure on a copy how many steps fit into ``minutes``."""
-    trial = copy.deepcopy(model)
-    optimizer, seconds = make_optimizer(trial), []
-    for _ in range(8):
-        start = time.perf_counter()
-        train_step(trial, optimizer, ids, 0.0)
-        seconds.append(time.perf_counter() - start)
-    return max(1, int(minutes * 60 / sorted(seconds[2:])[3]))
-
-
-@dataclass(frozen=True)
-class Progressed:
-    """What a checkpoint says about the run that wrote it."""
-
-    step: int
-    steps: int
-    seed: int
-    seconds: float
-    tokenizer: str
-
-
-def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, run: Progressed) -> None:
-    """Write weights, AdamW moments and progress into one file, whole or not at all."""
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    for index, moments in optimizer.state_dict()["state"].items():
-        tensors |= {f"adamw.{index}.{name}": value for name, value in moments.items()}
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"progress": json.dumps(vars(run))})
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> Progressed:
-    """Put the checkpoint at ``path`` into ``model`` and ``optimizer``."""
-    if not path.is_file():
-        raise BackboneError(
-            f"There is no checkpoint at {path}. Start without --resume, or name its folder with --work."
-        )
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    parameters = dict(model.named_parameters())
-    with safe_open(path, framework="pt") as file:
-        run = Progressed(**json.loads(file.metadata()["progress"]))
-        for key in file.keys():  # noqa: SIM118 - not a dict
-            kind, rest = key.split(".", 1)
-            if kind == "model":
-                parameters[rest].data.copy_(file.get_tensor(key))
-            else:
-                index, name = rest.split(".")
-                state.setdefault(int(index), {})[name] = file.get_tensor(key)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return run
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 @torch.no_grad()
@@ -268,13 +137,6 @@ def held_out_losses(
         "unigram_nats_per_token": unigram_nats / tokens,
         "unigram_nats_per_byte": unigram_nats / size,
     }
-
-
-def cpu_name() -> str:
-    """Return the processor's model name, without anything that names the machine."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def card(losses: dict[str, dict[str, float]], parameters: int, threads: int, rows: int, run: Progressed) -> str:
@@ -332,27 +194,18 @@ Licence: MIT, as the data.
 """
 
 
-def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, readme: str, out: Path) -> None:
-    """Write the folder, after checking that a copy read back offline gives the same ids and the same logits."""
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as name:
-        folder = Path(name)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(readme, encoding="utf-8")
-        again = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        text = "Question: What is  2 + 15?\n\tÜber 🙂 naïve\u200b 漢字 "
-        ids = words(text, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            same = torch.equal(model.eval()(input_ids=ids).logits, again(input_ids=ids).logits)
-        if not same or ids[0].tolist() != tokenizer(text)["input_ids"]:
-            raise BackboneError("The exported folder does not give the same logits as the trained model.")
-        if ids[0].tolist().count(words.bos_token_id) != 1 or words.decode(ids[0, 1:]) != text:
-            raise BackboneError("The exported tokenizer does not give the text back.")
-        for file in sorted(folder.iterdir()):
-            shutil.copyfile(file, out / f".{file.name}.partial")
-            (out / f".{file.name}.partial").replace(out / file.name)
+def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Raise unless the folder, read back offline, gives the same ids, the same logits and the text back."""
+    again = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = "Question: What is  2 + 15?\n\tÜber 🙂 naïve\u200b 漢字 "
+    ids = words(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        same = torch.equal(model.eval()(input_ids=ids).logits, again(input_ids=ids).logits)
+    if not same or ids[0].tolist() != tokenizer(text)["input_ids"]:
+        raise BackboneError("The exported folder does not give the same logits as the trained model.")
+    if ids[0].tolist().count(words.bos_token_id) != 1 or words.decode(ids[0, 1:]) != text:
+        raise BackboneError("The exported tokenizer does not give the text back.")
 
 
 def main(
@@ -370,40 +223,31 @@ def main(
     torch.use_deterministic_algorithms(True)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    train, held_out = load_split(data)
-    tokenizer = train_tokenizer(render(row, random.Random(f"{seed}:{i}")) for i, row in enumerate(train))
+    rows, held_out = load_split(data)
+    tokenizer = train_tokenizer(render(row, random.Random(f"{seed}:{i}")) for i, row in enumerate(rows))
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     model = build_model(tokenizer, seed)
-    optimizer = make_optimizer(model)
-    work.mkdir(parents=True, exist_ok=True)
-    checkpoint = work / "checkpoint.safetensors"
-    if resume:
-        run = load_checkpoint(checkpoint, model, optimizer)
-        if (run.seed, run.tokenizer, run.steps) != (seed, digest, steps or run.steps):
-            raise BackboneError(f"{checkpoint} is of a run with other data, --seed or --steps. Start without --resume.")
-    else:
-        total = steps or steps_in(minutes, model, next(batches(train, tokenizer, seed)))
-        run = Progressed(0, total, seed, 0.0, digest)
-    model.train()
-    columns = TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as bar:
-        task, mean = bar.add_task("train", total=run.steps, completed=run.step, loss=math.nan), math.nan
-        start, already = time.perf_counter(), run.seconds
-        for step, ids in enumerate(itertools.islice(batches(train, tokenizer, seed), run.step, run.steps), run.step):
-            loss = train_step(model, optimizer, ids, learning_rate(step, run.steps))
-            mean = loss if math.isnan(mean) else 0.95 * mean + 0.05 * loss
-            bar.update(task, advance=1, loss=mean)
-            if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == run.steps:
-                run = Progressed(step + 1, run.steps, seed, already + time.perf_counter() - start, digest)
-                save_checkpoint(checkpoint, model, optimizer, run)
-    first_epoch = epoch_tokens(train, tokenizer, seed, 0)
+    run = train(
+        model,
+        lambda: batches(rows, tokenizer, seed),
+        loss_of,
+        PEAK_LR,
+        work,
+        seed=seed,
+        tokenizer=digest,
+        steps=steps,
+        minutes=minutes,
+        resume=resume,
+    )
+    first_epoch = epoch_tokens(rows, tokenizer, seed, 0)
     groups = {
         "gsm8k": [render(row) for row in held_out if "choices" not in row],
         "mmlu": [render(row) for row in held_out if "choices" in row],
     }
     groups["both"] = groups["gsm8k"] + groups["mmlu"]
     losses = {name: held_out_losses(model, tokenizer, texts, first_epoch) for name, texts in groups.items()}
-    export(model, tokenizer, card(losses, model.num_parameters(), threads, len(train), run), out)
+    readme = card(losses, model.num_parameters(), threads, len(rows), run)
+    export(model, tokenizer, readme, out, lambda folder: check(model, tokenizer, folder))
     typer.echo(json.dumps({"steps": run.steps, "minutes": run.seconds / 60, "held_out": losses}, indent=1))
 
 

@@ -1,0 +1,167 @@
+"""What the tiny Switch Transformer learns from: windows with hidden spans, and short tasks made from the rows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tiny_training import Row, epoch_tokens
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+SENTINELS = 16
+WINDOW, WINDOWS, TASKS = 128, 8, 24  # tokens of a window; windows and task examples a step
+NOISE, SPAN = 0.25, 3  # share of a window that is hidden, mean length of a hidden span
+PROMPT = 128  # longest prompt of a task
+LISTED = 280  # most characters of what a response is read from, so that it fits into the prompt
+Pair = tuple[list[int], list[int]]  # what the encoder reads, what the decoder writes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded examples: source ids (b, s), its mask (b, s), labels (b, t) with -100 where nothing is to be written."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    labels: torch.Tensor
+
+
+def extend(folder: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in ``folder`` with sentinels for hidden spans."""
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, local_files_only=True)  # type: ignore[assignment]
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{i}>" for i in range(SENTINELS)]})
+    return tokenizer
+
+
+def sentinel_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the ids of the sentinels in their order."""
+    return [tokenizer.get_vocab()[f"<extra_id_{i}>"] for i in range(SENTINELS)]
+
+
+def cut(total: int, parts: int, rng: random.Random) -> list[int]:
+    """Return ``parts`` random positive lengths that sum to ``total``."""
+    marks = [0, *sorted(rng.sample(range(1, total), parts - 1)), total]
+    return [b - a for a, b in itertools.pairwise(marks)]
+
+
+def corrupt(window: list[int], sentinels: Sequence[int], end: int, rng: random.Random) -> Pair:
+    """Hide random spans of ``window``, each behind a sentinel; the target lists sentinels and what they hide."""
+    hidden = max(1, round(NOISE * len(window)))
+    spans = min(len(sentinels), max(1, round(hidden / SPAN)))
+    source: list[int] = []
+    target: list[int] = []
+    at = 0
+    shown = cut(len(window) - hidden, spans, rng)
+    for sentinel, keep, hide in zip(sentinels, shown, cut(hidden, spans, rng)):
+        source += [*window[at : at + keep], sentinel]
+        target += [sentinel, *window[at + keep : at + keep + hide]]
+        at += keep + hide
+    return source, [*target, end]
+
+
+def windows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Pair]:
+    """Yield corrupted windows of the rows' documents without end."""
+    sentinels = sentinel_ids(tokenizer)
+    rng = random.Random(f"windows {seed}")
+    for epoch in itertools.count():
+        stream = epoch_tokens(rows, tokenizer, seed, epoch)
+        for window in stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW).tolist():
+            yield corrupt(window, sentinels, tokenizer.eos_token_id, rng)
+
+
+def ask(row: Row, other: Row, rng: random.Random) -> tuple[str, str, str]:
+    """Make a task of a row: (task, prompt, response). ``other`` is another row of the same source."""
+    question = row["question"].strip()
+    choices = row.get("choices")
+    right = choices[row["answer"]] if choices else row["answer"].split("\n####")[0]
+    listed = "\n".join(f"{name}. {choice}" for name, choice in zip("ABCD", choices)) if choices else right
+    task = rng.choices(("subject", "answer", "find", "start", "belongs"), (8, 4 if choices else 1, 3, 2, 3))[0]
+    if len(listed) + (len(question) if task == "answer" and choices else 0) > LISTED and task in ("answer", "find"):
+        task = "subject"  # the prompt would lose what the answer is read from
+    if task == "subject":
+        text = rng.choice((question, question, f"{question}\n{listed}", listed))
+        subject = row["subject"].replace("_", " ") if choices else "grade school mathematics"
+        return task, f"Name the subject of this text.\n\nText:\n{text}", subject
+    if task == "answer":
+        if choices:
+            return task, f"Choose the right answer.\n\nQuestion:\n{question}\n{listed}", "ABCD"[row["answer"]]
+        result = row["answer"].split("####")[1].strip()
+        return "result", f"What is the result of this calculation?\n\nText:\n{right}", result
+    if task == "find" and choices:
+        place = rng.randrange(4)
+        if rng.random() < 0.5:
+            return task, f"Which letter marks {choices[place]}?\n\n{listed}", "ABCD"[place]
+        return task, f"What stands beside {'ABCD'[place]}?\n\n{listed}", choices[place]
+    if task in ("find", "start"):
+        words = question.split()[:4]
+        return "start", f"Repeat the first {len(words)} words.\n\nText:\n{question}", " ".join(words)
+    fits = rng.random() < 0.5
+    stranger = other["choices"][other["answer"]] if choices else other["answer"].split("\n")[0]
+    answer = right.split("\n")[0] if fits else stranger
+    return (
+        task,
+        f"Does the answer belong to the question?\n\nAnswer:\n{answer}\n\nQuestion:\n{question}",
+        ("yes" if fits else "no"),
+    )
+
+
+def by_source(rows: list[Row]) -> dict[bool, list[Row]]:
+    """Return the rows of mmlu (True) and of gsm8k (False)."""
+    return {kind: [row for row in rows if ("choices" in row) is kind] for kind in (True, False)}
+
+
+def encode(prompt: str, response: str, tokenizer: PreTrainedTokenizerFast) -> Pair:
+    """Tokenise a task as fedloom does: plain headings, one BOS before the prompt, EOS after the response.
+
+    A long prompt loses text before its last heading, never the heading.
+    """
+    tail = tokenizer("\n\n### Response:\n", add_special_tokens=False)["input_ids"]
+    head = tokenizer(f"### Instruction:\n{prompt}")["input_ids"]
+    written = tokenizer(response, add_special_tokens=False)["input_ids"][: PROMPT // 4]
+    return [*head[: PROMPT - len(tail)], *tail], [*written, tokenizer.eos_token_id]
+
+
+def task_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Pair]:
+    """Yield tokenised tasks without end. gsm8k rows are asked a third as often: they have one subject."""
+    rng = random.Random(f"tasks {seed}")
+    kin = by_source(rows)
+    for epoch in itertools.count():
+        order = [row for i, row in enumerate(rows) if "choices" in row or i % 3 == epoch % 3]
+        rng.shuffle(order)
+        for row in order:
+            _, prompt, response = ask(row, rng.choice(kin["choices" in row]), rng)
+            yield encode(prompt, response, tokenizer)
+
+
+def collate(pairs: Iterable[Pair], pad: int) -> Batch:
+    """Pad on the right to the longest source and the longest target."""
+    sources, targets = zip(*pairs)
+    long, wide = max(map(len, sources)), max(map(len, targets))
+    ids = torch.tensor([[*s, *[pad] * (long - len(s))] for s in sources])
+    mask = torch.tensor([[1] * len(s) + [0] * (long - len(s)) for s in sources])
+    return Batch(ids, mask, torch.tensor([[*t, *[-100] * (wide - len(t))] for t in targets]))
+
+
+def batches(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Batch, Batch]]:
+    """Yield (windows, tasks) without end."""
+    texts, asked = windows(rows, tokenizer, seed), task_pairs(rows, tokenizer, seed)
+    pad = tokenizer.pad_token_id
+    while True:
+        yield collate(itertools.islice(texts, WINDOWS), pad), collate(itertools.islice(asked, TASKS), pad)
+
+
+def held_out_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, Pair]]:
+    """Return named examples of held-out rows, the same ones on each call: every window once, four tasks a row."""
+    rng = random.Random("held out")
+    sentinels = sentinel_ids(tokenizer)
+    stream = epoch_tokens(rows, tokenizer, 0, 0)
+    cuts = stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW).tolist()
+    named: list[tuple[str, Pair]] = [("spans", corrupt(w, sentinels, tokenizer.eos_token_id, rng)) for w in cuts]
+    kin = by_source(rows)
+    for row in rows * 4:
+        task, prompt, response = ask(row, rng.choice(kin["choices" in row]), rng)
+        named.append((task, encode(prompt, response, tokenizer)))
+    return named
