@@ -25,6 +25,9 @@ from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, Tensors, View, component
 
+#: A consensus this much shorter than the updates behind it is their rounding, and has no direction: the expert stays.
+NO_CONSENSUS = 1e-6
+
 
 class FCMoEOptions(MethodOptions):
     """``importance``, ``projection`` and ``retention`` (λ, 0: none) are the three parts; off, they are the ablations.
@@ -77,8 +80,8 @@ class FCMoE(Method):
         log = self.conflicts(consensus, totals, replies)
         tensors = dict(state.tensors)
         for name, direction in consensus.items():  # Eq. 4
-            longer = log[component(name)]["length"] if component(name) in log and self.options.projection else 1.0
-            tensors[name] = state.tensors[name] + longer * direction
+            longer = log[component(name)]["length"] if component(name) in log else 1.0
+            tensors[name] = state.tensors[name] + (longer if self.options.projection else 1.0) * direction
         return replace(state, tensors=tensors, values=state.values | {"log": {"conflict": log}})
 
     def importance(self, reply: Reply, unit: str) -> float:
@@ -104,13 +107,15 @@ class FCMoE(Method):
         for unit, clients in found.items():
             length = norm(take(consensus, unit))
             opposed = sum(weight * -inner for weight, inner, _ in clients if inner < 0) / totals[unit]
+            if length <= NO_CONSENSUS * sum(weight * size for weight, _, size in clients) / totals[unit]:
+                length = 0.0
             cosines = [inner / (length * size) for _, inner, size in clients if length * size > 0]
             log[unit] = {
                 "clients": len(clients),
                 "conflicting": sum(inner < 0 for _, inner, _ in clients) / len(clients),
                 "cosine": sum(cosines) / len(cosines) if cosines else 0.0,
                 "removed": opposed / length if length > 0 else 0.0,
-                "length": 1.0 + opposed / length**2 if length > 0 else 1.0,
+                "length": 1.0 + opposed / length**2 if length > 0 else 0.0,
             }
         return log
 
