@@ -100,12 +100,15 @@ def test_training_moves_what_is_sent_and_keeps_the_rest(method: Method, recordin
 
 
 def test_every_client_of_a_personal_method_ends_with_a_model_of_its_own(method: Method, recording: Recording) -> None:
+    """Clients that discovery put into the same clusters share one."""
     state, memories = recording.states[recording.last], recording.memories[recording.last]
-    views = [method.personal_view(state, client, memories[client]) for client in sorted(memories)]
-    for view in views:
+    views = {client: method.personal_view(state, client, memories[client]) for client in sorted(memories)}
+    for view in views.values():
         assert not same(view.tensors, recording.states[0].tensors)
-    for view, other in itertools.combinations(views, 2):
-        assert same(view.tensors, other.tensors) != method.personal
+    clusters = {client: set(found) for client, found in state.values.get("assignment", {}).items()}
+    for a, b in itertools.combinations(views, 2):
+        share = not method.personal or (a in clusters and clusters[a] == clusters[b])
+        assert same(views[a].tensors, views[b].tensors) == share
 
 
 @pytest.mark.parametrize("round", [0, 1, 2])

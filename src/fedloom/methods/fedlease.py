@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from pydantic import Field
 
 from fedloom.methods.base import Method, Schema
 from fedloom.methods.prototypes import ExpertOptions, align_buckets, check_counts, start_of, warm_up, warmed_up
@@ -27,11 +28,15 @@ from fedloom.numerics.tree import add, place, take
 from fedloom.types import AdapterSpec, Client, Memory, Order, Replies, Reply, Setup, State, Tensors, View, component
 
 
-class FedLEASEOptions(ExpertOptions):
+class ClusterOptions(ExpertOptions):
     """``init``: a client starts round 1 from the mean warm-up of each cluster (the paper), or from its ``own`` warm-up
     among experts that add nothing (the authors' code)."""
 
     init: Literal["mean", "own"] = "mean"
+
+
+class FedLEASEOptions(ClusterOptions):
+    router_hidden: int = Field(512, ge=1)
 
 
 class FedLEASE(Method):

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from fedloom.methods.fedlease import FedLEASE
+from fedloom.methods.fedlease import ClusterOptions, FedLEASE
 from fedloom.numerics.init import mixer_init
 from fedloom.numerics.seeding import generator
 from fedloom.numerics.tree import place, take
@@ -25,6 +25,7 @@ class FedLEASEAdaptive(FedLEASE):
     title = "FedLEASE (adaptive top-M)"
     aggregated = "expert and token mixers of a cluster over its clients, all alike"
     global_model = False
+    Options = ClusterOptions
 
     def routing(self, state: State) -> Tensors:
         """Draw one mixer per layer, Kaiming-uniform, without bias."""

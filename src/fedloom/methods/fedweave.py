@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from pydantic import Field
 
 from fedloom.methods.base import Method, Schema
 from fedloom.methods.prototypes import (
@@ -37,6 +38,7 @@ __all__ = ["FedWeave", "schedule"]
 class FedWeaveOptions(DiscoveryOptions, ExpertOptions):
     """Defaults are the paper's (Appendix A)."""
 
+    router_hidden: int = Field(512, ge=1)
     by_length: bool = True  # not in the paper: a bucket's mini-batches hold examples of like length, to pad less
 
 

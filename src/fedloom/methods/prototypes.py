@@ -31,13 +31,12 @@ class DiscoveryOptions(MethodOptions):
 
 
 class ExpertOptions(MethodOptions):
-    """How buckets become experts, and the width of the router over them. Defaults are FedWeave's (Appendix A)."""
+    """How buckets become experts. Defaults are FedWeave's (Appendix A)."""
 
     warmup_steps: int = Field(10, ge=1)
     warmup_batch: int = Field(8, ge=1)
     linkage: Literal["average", "complete", "single"] = "average"
     max_experts: int = Field(8, ge=1)
-    router_hidden: int = Field(512, ge=1)
 
 
 def find_buckets(client: Client, options: DiscoveryOptions) -> Buckets:
