@@ -50,7 +50,7 @@ class SyntheticConfig(Section):
     keys: int = Field(10, ge=1)
     words: int = Field(16, ge=1)
     clients: int = Field(4, ge=1)
-    train: int = Field(200, ge=1)
+    train: int = Field(120, ge=1)
     val: int = Field(20, ge=0)
     test: int = Field(50, ge=1)
     mixing: float = Field(1.0, ge=0, le=1)

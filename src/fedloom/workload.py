@@ -9,6 +9,7 @@ from fedloom.backbones.load import Backbone
 from fedloom.config import Config
 from fedloom.data.partition import build_benchmark
 from fedloom.data.sources import Example, read_examples
+from fedloom.data.synthetic import build_synthetic
 from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode
 from fedloom.errors import DataError
@@ -41,9 +42,12 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
         pooled: train all rows as those of one client, in client order.
     """
     data = config.data
-    if data.benchmark is not None:
-        bench = data.benchmark
-        drawn = build_benchmark(seed=config.seed, **bench.model_dump())
+    if data.benchmark is not None or data.synthetic is not None:
+        if data.benchmark is not None:
+            drawn = build_benchmark(seed=config.seed, **data.benchmark.model_dump())
+        else:
+            assert data.synthetic is not None
+            drawn = build_synthetic(seed=config.seed, **data.synthetic.model_dump())
         clients, record = drawn.clients, drawn.manifest
         test = drawn.test if config.evaluation.split == "test" else drawn.validation
     else:
