@@ -122,6 +122,7 @@ def test_D9_clients_of_one_and_two_examples_shape_models_that_answer(
     last = json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])
     sizes = {"pooled": 16} if METHODS[name].pooled else {"ann": 8, "bob": 5, "cyd": 2, "dan": 1}
     assert {client: entry["examples"] for client, entry in last["clients"].items()} == sizes
+    assert {entry["steps"] for entry in last["clients"].values()} == {3 * (4 // len(sizes))}  # 12 steps a round in all
     assert last["quarantined"] == {}
     folders = ["model"] if METHODS[name].global_model else [f"models/{client}" for client in sizes]
     assert {p.parent.relative_to(out).as_posix() for p in out.rglob("fedloom.json")} == set(folders)

@@ -34,7 +34,7 @@ class FedSALoRA(Method):
         """Pair the shared A with the client's own B, train both, send A's update, keep B."""
         start = order.tensors | take(client.memory.tensors, "own")  # B as ordered, zero, the first time
         client.load(start, order.spec)
-        report = client.fit([range(client.size)] * order.training.steps, order.training)
+        report = client.fit([range(client.size)] * client.steps(order.training), order.training)
         end = client.read()
         send = {name: delta for name, delta in subtract(end, start).items() if self.sends(name, order)}
         own = {name: tensor for name, tensor in end.items() if not self.sends(name, order)}

@@ -56,7 +56,7 @@ class Scaffold(Method):
                 gradient.add_(drift[name].to(gradient.device))
 
         client.load(start, order.spec)
-        report = client.fit([range(client.size)] * order.training.steps, order.training, on_gradients=correct)
+        report = client.fit([range(client.size)] * client.steps(order.training), order.training, on_gradients=correct)
         renewed = {name: (total / report.steps).float() for name, total in seen.items()}
         send = subtract(client.read(), start) | place(subtract(renewed, own), "control")
         counts = dict.fromkeys(("examples", "experts/0", "control"), client.size)

@@ -1,0 +1,44 @@
+"""Centralised training: all rows as one client's, in plain PyTorch and float64, with everyone's steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fedloom.config import TrainingConfig
+from fedloom.methods.centralised import Centralised
+from fedloom.numerics.seeding import generator
+from fedloom.runtime.client import Rows, draw_batches
+from fedloom.workload import POOLED, Data, pool
+from small_world import SPEC, TRAINING, World, client_rows, rows
+from straight_loop import StraightLoop, largest_difference
+
+
+def test_pooled_rows_are_all_rows_in_client_order() -> None:
+    clients = {name: rows(found) for name, found in client_rows().items()} | {"eve": Rows([])}
+    labels = {name: [f"{name}-{i}" for i in range(len(found))] for name, found in clients.items()}
+    data = Data(clients, labels, {name: len(found) for name, found in clients.items() if len(found)}, {}, {}, {}, {})
+    pooled = pool(data)
+    assert [e for r in clients.values() for e in r.encoded] == pooled.clients[POOLED].encoded
+    assert [label for found in labels.values() for label in found] == pooled.labels[POOLED]
+    assert pooled.clients.keys() == {POOLED}
+    assert pooled.sizes == {"ann": 8, "bob": 5, "cyd": 2, "dan": 1}  # the clients of the personalised protocol
+    steps = TrainingConfig(steps=3).ordered(steps_factor=len(pooled.sizes)).steps
+    assert steps == 12
+
+
+def test_rounds_are_a_straight_loop_over_all_rows(tmp_path: Path) -> None:
+    spec, training = replace(SPEC, dropout=0.0), replace(TRAINING, steps=12)
+    everything = [example for found in client_rows().values() for example in found]
+    world = World(tmp_path, clients={POOLED: everything}, spec=spec)
+    state = world.run(Centralised(), rounds=2, training=training)
+    tensors, pooled = Centralised().init(world.setup).tensors, world.clients[POOLED]
+    for round in (1, 2):
+        loop = StraightLoop(tensors, spec, training)
+        source = generator(world.setup.seed, "batches", "fit", POOLED, round)
+        drawn = draw_batches([range(len(pooled))] * 12, pooled.lengths, training.batch_size, source)
+        assert sorted(i for batch in drawn[:8] for i in batch) == list(range(16))  # each row once before any twice
+        for batch in drawn:
+            loop.step([pooled.encoded[i] for i in batch], [pooled.features(world.bench)[i] for i in batch])
+        tensors = loop.read()
+    assert largest_difference(state.tensors, tensors) < 1e-3
