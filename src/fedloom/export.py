@@ -1,7 +1,8 @@
 """The model folder: plain PEFT adapters, a router, and one JSON file that says what belongs together.
 
 ``experts/<m>/adapter_model.safetensors`` and ``adapter_config.json`` load with ``PeftModel.from_pretrained``;
-``router.safetensors`` holds the router; ``fedloom.json`` the rest.
+``router.safetensors`` holds the router; ``fedloom.json`` the rest. A model whose own experts were trained is one folder
+``backbone/``, which ``transformers`` loads.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save as save_tensors
 
+from fedloom.adapters.native_graft import NativeGraft
 from fedloom.adapters.peft_io import save_expert
 from fedloom.adapters.state import pick_expert
 from fedloom.backbones.features import DEFINITION
+from fedloom.backbones.load import Backbone, parameter_hash, quiet_transformers
 from fedloom.data.tokenize import template_kind, tokenizer_hash
 from fedloom.files import sync_folder, write_atomic, write_json
 from fedloom.runtime.client import Workbench
@@ -51,18 +55,11 @@ def save_model(
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         partial.chmod(0o755)
-        for m in range(view.spec.experts):
-            expert = pick_expert(view.tensors, m)
-            save_expert(
-                partial / "experts" / str(m),
-                expert,
-                view.spec,
-                backbone=backbone.name,
-                fan_in_fan_out=bench.grafted.fan_in_fan_out,
-            )
-        router = {n.removeprefix("router/"): t for n, t in view.tensors.items() if not n.startswith("experts/")}
-        if router:
-            write_atomic(partial / "router.safetensors", save_tensors(router))
+        native = isinstance(bench.grafted, NativeGraft)
+        if isinstance(bench.grafted, NativeGraft):
+            digest, router = _save_backbone(partial / "backbone", bench.grafted, backbone), False
+        else:
+            digest, router = backbone.hash, _save_experts(partial, view, bench)
         write_json(
             partial / "fedloom.json",
             {
@@ -70,14 +67,14 @@ def save_model(
                 "fedloom": __version__,
                 "backbone": {
                     "name": backbone.name,
-                    "hash": backbone.hash,
+                    "hash": digest,
                     "dtype": str(backbone.model.dtype).removeprefix("torch."),
                     "model_type": backbone.config.model_type,
                     "hidden_size": backbone.hidden_size,
                     "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
                     "template": template_kind(backbone.tokenizer),
                 },
-                "adapter": view.spec.to_plain(),
+                "adapter": (replace(view.spec, native="full") if native else view.spec).to_plain(),
                 "router": {"features": DEFINITION, "activation": "gelu", "hidden": view.spec.router_hidden}
                 if router
                 else None,
@@ -97,3 +94,27 @@ def save_model(
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_experts(folder: Path, view: View, bench: Workbench) -> bool:
+    """Write experts and what routes between them; return whether anything does."""
+    for m in range(view.spec.experts):
+        save_expert(
+            folder / "experts" / str(m),
+            pick_expert(view.tensors, m),
+            view.spec,
+            backbone=bench.backbone.name,
+            fan_in_fan_out=bench.grafted.fan_in_fan_out,
+        )
+    router = {n.removeprefix("router/"): t for n, t in view.tensors.items() if not n.startswith("experts/")}
+    if router:
+        write_atomic(folder / "router.safetensors", save_tensors(router))
+    return bool(router)
+
+
+def _save_backbone(folder: Path, grafted: NativeGraft, backbone: Backbone) -> str:
+    """Write the trained model, LoRAs merged into its experts, with its tokenizer; return its hash."""
+    with grafted.merged() as model, quiet_transformers():
+        model.save_pretrained(folder)  # type: ignore[operator]
+        backbone.tokenizer.save_pretrained(folder)
+        return parameter_hash(model)
