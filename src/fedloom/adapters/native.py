@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fedloom.adapters.inject import Slot, unwrap
-from fedloom.adapters.state import check_names_and_shapes, strip_prefixes, strip_wrapper_prefixes
+from fedloom.adapters.state import check_names_and_shapes, strip_wrapper_prefixes
 from fedloom.errors import AdapterError
 from fedloom.types import Tensors
 
@@ -114,10 +114,9 @@ class NamedTensors:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into the model; missing, unknown or misshapen keys are AdapterErrors and change nothing."""
-        clean = strip_prefixes(tensors)
-        check_names_and_shapes(clean, self.shapes())
+        check_names_and_shapes(tensors, self.shapes())
         for name, slot in self.slots().items():
-            slot.value.copy_(clean[name])
+            slot.value.copy_(tensors[name])
 
 
 class NativeModel(NamedTensors):
