@@ -1,7 +1,7 @@
 """FedALT: a client's own LoRA beside a frozen LoRA of the rest of the world, mixed for every token.
 
 J. Bian, L. Wang, L. Zhang, J. Xu, "FedALT: federated fine-tuning through adaptive local training with rest-of-world
-LoRA", AAAI 2026.
+LoRA", AAAI 2026, arXiv 2503.11880.
 
 Differs from FedAvg: no client ever goes on from an average. Expert 0 is its own LoRA, expert 1 the uniform mean of the
 latest LoRAs of the *other* clients (factor by factor; zero until another has sent), frozen in training. A softmax mixer
@@ -34,7 +34,7 @@ OWN, REST = "experts/0", "experts/1"
 
 class FedALT(Method):
     title = "FedALT"
-    paper = "AAAI 2026 (FedALT)"
+    paper = "arXiv 2503.11880"
     aggregated = "for each client, A and B of all other clients' latest LoRAs, uniformly"
     local_only = "the token mixers; no client trains on from an average"
     exact = "no: mean(B)·mean(A) ≠ mean(B·A) in the rest-of-world LoRA"
