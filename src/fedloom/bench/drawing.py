@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation, Text
 
 from fedloom.bench.results import MAIN
 from fedloom.report.figures import STYLE
@@ -39,30 +42,26 @@ def colours(labels: Sequence[str]) -> dict[str, str]:
     return {MAIN: _PALETTE[0]} | {label: rest[i % len(rest)] for i, label in enumerate(others)}
 
 
-def spread(values: Sequence[float], gap: float) -> list[float]:
+def spread(values: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
     """Move values apart, as little as needed, until neighbours are ``gap`` apart; their order stays.
 
     Values that would overlap form a block, laid out around the mean of its members; blocks that meet are joined.
+    Blocks stay between ``low`` and ``high``; where there is not room for all, they pass ``high``.
     """
-    order = sorted(range(len(values)), key=lambda i: values[i])
     blocks: list[list[int]] = []
 
-    def centre(block: list[int]) -> float:
-        return sum(values[i] for i in block) / len(block)
+    def start(block: list[int]) -> float:
+        length = gap * (len(block) - 1)
+        return max(low, min(sum(values[i] for i in block) / len(block) - length / 2, high - length))
 
-    for index in order:
+    for index in sorted(range(len(values)), key=lambda i: values[i]):
         blocks.append([index])
-        while len(blocks) > 1:
-            low, high = blocks[-2], blocks[-1]
-            room = centre(high) - centre(low) - gap * (len(low) + len(high)) / 2
-            if room >= 0:
-                break
-            blocks[-2:] = [low + high]
+        while len(blocks) > 1 and start(blocks[-1]) - start(blocks[-2]) < gap * len(blocks[-2]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
     placed = [0.0] * len(values)
     for block in blocks:
-        start = centre(block) - gap * (len(block) - 1) / 2
         for step, index in enumerate(block):
-            placed[index] = start + gap * step
+            placed[index] = start(block) + gap * step
     return placed
 
 
@@ -83,9 +82,8 @@ def end_labels(figure: Figure, axes: Axes, ends: Mapping[str, tuple[float, float
     figure.draw_without_rendering()  # lays out, so that heights are known
     low, high = axes.get_ylim()
     gap = size * 1.2 * figure.dpi / 72 / axes.get_window_extent().height * (high - low)
-    for text, (x, y, colour), height in zip(
-        texts, ends.values(), spread([e[1] for e in ends.values()], gap), strict=True
-    ):
+    heights = spread([y for _, y, _ in ends.values()], gap, low + gap / 2, high - gap / 2)
+    for text, (x, y, colour), height in zip(texts, ends.values(), heights, strict=True):
         text.xy = (1.03, height)
         text.set_y(height)
         axes.annotate("", (1.025, height), (x, y), xycoords=("axes fraction", "data"), textcoords="data",
@@ -94,7 +92,7 @@ def end_labels(figure: Figure, axes: Axes, ends: Mapping[str, tuple[float, float
 
 
 def point_labels(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]], size: float = 9) -> None:
-    """Write a name beside each point, towards the middle of the axes; names of neighbours are moved apart in height.
+    """Write a name beside each point, where it hides the least: other names, points, the end of the axes.
 
     Args:
         figure: the figure, to lay out.
@@ -103,18 +101,26 @@ def point_labels(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
         size: of the letters, in points.
     """
     figure.draw_without_rendering()
-    unit = figure.dpi / 72
-    box = axes.get_window_extent()
-    at = [axes.transData.transform((x, y)) for x, y, _, _ in points]
-    columns: list[list[int]] = []
-    for index in sorted(range(len(points)), key=lambda i: at[i][0]):
-        near = bool(columns) and at[index][0] - at[columns[-1][-1]][0] < 130 * unit
-        columns[-1].append(index) if near else columns.append([index])
-    for column in columns:
-        heights = spread([float(at[i][1]) for i in column], 1.4 * size * unit)
-        for index, height in zip(column, heights, strict=True):
-            x, y, name, colour = points[index]
-            right = at[index][0] > (box.x0 + box.x1) / 2
-            offset = (-9 if right else 9, (height - at[index][1]) / unit + 8)
-            axes.annotate(name, (x, y), offset, textcoords="offset points", ha="right" if right else "left",
-                          va="center", color=colour, fontsize=size)  # fmt: skip
+    inside = axes.get_window_extent()
+    dots = [axes.transData.transform((x, y)) for x, y, _, _ in points]
+    middle = sum(y for _, y in dots) / max(1, len(dots))
+    taken: list[Any] = []
+
+    def hidden(text: Text) -> float:
+        box = text.get_window_extent()
+        out = not (inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1)
+        return 2 * out + 2 * sum(box.overlaps(other) for other in taken) + sum(box.contains(x, y) for x, y in dots)
+
+    for (x, y, name, colour), (_, height) in zip(points, dots, strict=True):
+        text = axes.annotate(name, (x, y), (7, 9), textcoords="offset points", va="center", color=colour, fontsize=size)
+        text.set_path_effects([withStroke(linewidth=3, foreground="white")])
+        first = 1 if height >= middle else -1  # off its own line: upper points are named above, lower ones below
+        places = [(across, first * up) for up in (9, -9, 21, -21) for across in (7, -7)]
+
+        def place(at: tuple[int, int], text: Annotation = text) -> float:
+            text.xyann = at
+            text.set_horizontalalignment("left" if at[0] > 0 else "right")
+            return hidden(text)
+
+        place(min(places, key=place))
+        taken.append(text.get_window_extent())

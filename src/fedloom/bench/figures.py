@@ -210,7 +210,7 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
 def loss_curves(results: Results, setting: Setting) -> Picture | None:
     """Draw macro test loss over the rounds, mean over seeds."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for label in results.labels(setting):
+    for label in results.compared(setting):
         by_round: dict[int, list[float]] = {}
         cells = [c for c in results.of(setting, label) if c.get("curve")]
         for cell in cells:

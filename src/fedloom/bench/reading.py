@@ -44,10 +44,12 @@ def sentence(a: str, b: str, metric: str, found: Difference | None, where: str =
         )
     side = "below" if found.estimate < 0 else "above"
     better = "better" if (found.estimate < 0) == (metric == "loss") else "worse"
-    same = f", same sign in {found.agreeing}" if len(found.seeds) > 1 else ""
+    # Test rows alone can make an interval narrow; seeds that disagree say that it is not the method.
+    split = found.agreeing < len(found.seeds)
+    but = f", but only {found.agreeing} of {len(found.seeds)} seeds has this sign" if split else ""
     return (
         f"{start}{a} is {side} {b} by {number(abs(found.estimate))} in macro {metric}, which is {better} "
-        f"({interval}; {seeds}{same})."
+        f"({interval}; {seeds}){but}."
     )
 
 

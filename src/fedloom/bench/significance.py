@@ -58,7 +58,8 @@ class Difference:
 def _weights(seed: int, task: str, n: int, resamples: int, base: int) -> Array:
     """Return how often each resample draws each of ``n`` examples, (resamples, n); the same for every method."""
     generator = np.random.default_rng([base, seed, zlib.crc32(task.encode()), n])
-    return generator.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.uint16)
+    drawn = generator.integers(n, size=(resamples, n)) + n * np.arange(resamples)[:, None]
+    return np.bincount(drawn.ravel(), minlength=resamples * n).reshape(resamples, n).astype(np.uint16)
 
 
 def macro_resamples(strata: Strata, seed: int, resamples: int = RESAMPLES, base: int = SEED) -> tuple[float, Array]:

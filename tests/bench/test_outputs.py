@@ -1,0 +1,165 @@
+"""Everything that is written, from whole, partial and single results; the page is self-contained and harmless."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from bench_records import run, suite, write
+from PIL import Image
+
+from fedloom.bench.drawing import spread
+from fedloom.bench.figures import all_figures
+from fedloom.bench.outputs import write_outputs
+from fedloom.bench.reading import reading, sentence
+from fedloom.bench.results import load_results
+from fedloom.bench.significance import Comparisons, Difference
+
+HOSTILE = "<script>alert('x')</script>\"&'|`"
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = write(tmp_path_factory.mktemp("whole"), suite())
+    return out, write_outputs(out, f"Title {HOSTILE}", [f"Note {HOSTILE}"])
+
+
+def test_everything_is_written(whole):
+    out, written = whole
+    names = {path.relative_to(out).as_posix() for path in written}
+    tables = ["table1", "table1_personalised", "table2", "table3", "table4", "table5", "costs"]
+    figures = ["table1_loss", "fig2_routing", "fig3_alpha", "fig4_routing_cost", "loss_curves"]
+    assert {f"tables/{t}.{kind}" for t in tables for kind in ("md", "csv")} <= names
+    assert {f"figures/{f}.{kind}" for f in figures for kind in ("svg", "png")} <= names
+    assert all(path.stat().st_size for path in written)
+    for path in (out / "tables").glob("*.csv"):
+        lines = list(csv.reader(path.open(encoding="utf-8", newline="")))
+        assert len({len(line) for line in lines}) == 1
+        assert len(set(lines[0])) == len(lines[0]), path
+    assert Image.open(out / "figures" / "fig3_alpha.png").width >= 800
+
+
+def test_the_same_results_give_the_same_bytes(whole):
+    out, written = whole
+    before = {path: path.read_bytes() for path in written}
+    assert write_outputs(out, f"Title {HOSTILE}", [f"Note {HOSTILE}"]) == written
+    assert {path: path.read_bytes() for path in written} == before
+    svg = (out / "figures" / "fig2_routing.svg").read_text()
+    assert "<dc:date>" not in svg
+
+
+def test_the_page_loads_nothing_and_takes_titles_as_text(whole):
+    out, _ = whole
+    page = Page((out / "report.html").read_text(encoding="utf-8"))
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    loads = [value for name, value in page.attributes if name in ("src", "href", "srcset", "data", "action")]
+    assert loads
+    assert all(value.startswith("data:image/svg+xml;base64,") for value in loads)
+    assert not re.search(r"@import|url\(", (out / "report.html").read_text(encoding="utf-8"))
+    assert page.text.count(HOSTILE) >= 3  # heading, <title>, note
+    assert all(not name.startswith("on") for name, _ in page.attributes)
+
+
+def test_hostile_names_in_the_records_are_text_too(tmp_path):
+    runs = [run(label, title=HOSTILE, modes=("top1", "soft"), tasks=(HOSTILE, "b$\\frac$")) for label in ("fedweave",)]
+    write_outputs(write(tmp_path, runs), "t")
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert HOSTILE in page.text
+    assert "<script>" not in (tmp_path / "figures" / "fig2_routing.svg").read_text()
+
+
+def test_one_record_is_enough(tmp_path):
+    written = write_outputs(write(tmp_path, [run("fedit", score=None)]), "One run")
+    names = {path.name for path in written}
+    assert {"table1.md", "table5.csv", "costs.md", "table1_loss.png", "loss_curves.svg", "report.html"} <= names
+    assert not {"table2.md", "table3.md", "table4.md", "fig2_routing.svg", "fig3_alpha.svg"} & names
+    text = (tmp_path / "tables" / "table1.md").read_text(encoding="utf-8")
+    assert "–" in text
+    assert "**" not in text.split("\n", 1)[1]  # nothing to be best of
+    assert "FedWeave has no result in this setting" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_record_with_nothing_measured(tmp_path):
+    bare = {"cell": "a", "label": "local", "title": "Local", "method": "local", "seed": 1, "backbone": "tiny"}
+    (tmp_path / "results.jsonl").write_text(json.dumps(bare) + "\n")
+    names = {path.name for path in write_outputs(tmp_path, "Nothing")}
+    assert {"table5.md", "costs.md", "report.html"} <= names
+    assert not any(name.endswith(".png") for name in names)
+
+
+def test_without_examples_nothing_is_claimed(tmp_path):
+    out = write(tmp_path, [run("fedweave", loss=1.0), run("fedit", loss=2.0)], examples=False)
+    results = load_results(out)
+    (section,) = reading(results, Comparisons(results))
+    assert all("cannot be compared" in said for said in section.sentences)
+
+
+def test_every_claim_stands_with_its_interval_and_p(whole):
+    results = load_results(whole[0])
+    sections = reading(results, Comparisons(results))
+    assert len(sections) == 4
+    for said in (s for section in sections for s in section.sentences):
+        assert "95 % interval" in said
+        assert re.search(r"p [=≤] [01]\.\d", said), said
+        claims = re.search(r" is (above|below) ", said)
+        assert bool(claims) != ("not distinguishable" in said)
+    words = [s for section in sections for s in section.sentences]
+    assert any(s.startswith("FedWeave is below FedIT by 0.1000 in macro loss, which is better") for s in words)
+    assert any(s.startswith("w/o client-router and FedWeave are not distinguishable in macro loss") for s in words)
+    assert any(s.startswith("tiny, α = 0.1: ") and s.endswith("Paper, Llama-3.2-3B: −0.0256.") for s in words)
+
+
+def test_wording_of_a_difference():
+    below = Difference(-0.02, -0.03, -0.01, 2 / 2001, (42, 43), 2)
+    assert sentence("A", "B", "loss", below) == (
+        "A is below B by 0.0200 in macro loss, which is better (95 % interval −0.0300 to −0.0100, p ≤ 0.001; 2 seeds)."
+    )
+    split = Difference(-0.02, -0.03, -0.01, 0.01, (42, 43, 44), 1)
+    assert sentence("A", "B", "loss", split).endswith("; 3 seeds), but only 1 of 3 seeds has this sign.")
+    assert "which is worse" in sentence("A", "B", "score", below)
+    touching = Difference(-0.02, -0.04, 0.0, 0.05, (42,), 1)
+    assert sentence("A", "B", "loss", touching) == (
+        "A and B are not distinguishable in macro loss "
+        "(difference −0.0200, 95 % interval −0.0400 to 0.0000, p = 0.050; seed 42 only)."
+    )
+
+
+def test_labels_are_spread_as_little_as_needed():
+    assert spread([1.0, 5.0], 1.0) == [1.0, 5.0]
+    assert spread([1.0, 1.0], 1.0) == [0.5, 1.5]
+    assert spread([3.0, 1.0, 1.5], 1.0) == pytest.approx([3.0, 0.75, 1.75])
+    placed = spread([0.0, 0.1, 0.2, 1.2], 1.0)
+    assert np.diff(placed) == pytest.approx([1, 1, 1])
+    assert np.mean(placed) == pytest.approx(np.mean([0.0, 0.1, 0.2, 1.2]))
+
+
+def test_figures_of_one_setting_have_no_trend(tmp_path):
+    results = load_results(write(tmp_path, [run("fedweave", modes=("top1", "soft"), score=None), run("fedit")]))
+    found = {picture.name: picture for picture in all_figures(results)}
+    assert found.keys() == {"table1_loss", "fig2_routing", "fig4_routing_cost", "loss_curves"}
+    assert "macro loss" in found["fig4_routing_cost"].title  # there is no score
+    assert "gsm8k mostly E2" in found["fig2_routing"].text
+
+
+def test_spread_labels_stay_inside():
+    assert spread([0.0, 0.0, 0.1], 1.0, low=0.0) == [0.0, 1.0, 2.0]
+    assert spread([9.0, 9.5, 2.0], 1.0, high=9.5) == [8.5, 9.5, 2.0]
