@@ -31,7 +31,7 @@ class BackboneConfig(Section):
 
 
 class BenchmarkConfig(Section):
-    """Rows of known tasks, drawn per seed and spread over clients by a task-identity Dirichlet."""
+    """Rows of known tasks, drawn per seed and spread over clients by a Dirichlet over tasks, or over labels."""
 
     tasks: list[str] = Field(min_length=1)
     root: str | None = None
@@ -41,6 +41,7 @@ class BenchmarkConfig(Section):
     val: int = Field(100, ge=0)
     test: int = Field(400, ge=1)
     skip: dict[str, int] = Field(default_factory=dict)
+    skew: Literal["task", "label"] = "task"
 
 
 class SyntheticConfig(Section):
@@ -132,7 +133,8 @@ class EvaluationConfig(Section):
     """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
     ``split`` says which rows of a benchmark are measured: choose rates on ``validation``, report on ``test``.
-    ``personalised``: also measure every client's own model on its own mixture, with so many rows per task (0: not).
+    ``personalised``: also measure every client's own model on its own mixture, with so many rows per task or, under
+    ``skew: label``, per label (0: not); ``personalised_scores`` generates there, too.
     """
 
     split: Literal["test", "validation"] = "test"
@@ -141,6 +143,7 @@ class EvaluationConfig(Section):
     generate: bool = True
     generate_before: bool = False
     personalised: int = Field(0, ge=0)
+    personalised_scores: bool = False
     limit: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")

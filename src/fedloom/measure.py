@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.config import Config
-from fedloom.errors import ConfigError
 from fedloom.evaluation.alignment import alignment_report, purity
-from fedloom.evaluation.losses import example_losses, loss_per_task, losses_by_task, mean_loss, routing_matrix
+from fedloom.evaluation.losses import loss_per_task, losses_by_task, routing_matrix
 from fedloom.evaluation.scores import score_tasks
 from fedloom.methods.base import Method
-from fedloom.runtime.client import Rows, Workbench
+from fedloom.personalised import personalised
+from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import Memory, Plain, State
 from fedloom.workload import Data
@@ -50,7 +50,7 @@ def evaluate_final(
 
     Returns:
         ``routing``: mode → loss, score and both of each example, of the global model (empty for a method without one);
-        ``routing_matrix``; ``personalised``: see ``personalised_losses``; both protocols on the same rows.
+        ``routing_matrix``; ``personalised``: see ``personalised.personalised``; both protocols on the same rows.
     """
     metrics: dict[str, Plain] = {"method": config.method.name, "seed": config.seed, "experts": state.spec.experts}
     if not any(map(len, data.test.values())):
@@ -74,62 +74,8 @@ def evaluate_final(
             metrics["routing"][mode] = result
         metrics["routing_matrix"] = routing_matrix(bench, data.test)
     if config.evaluation.personalised:
-        metrics["personalised"] = personalised_losses(config, method, bench, data, state, memories, observer)
+        metrics["personalised"] = personalised(config, method, bench, data, state, memories, observer)
     return metrics
-
-
-def personalised_losses(
-    config: Config,
-    method: Method,
-    bench: Workbench,
-    data: Data,
-    state: State,
-    memories: Mapping[str, Memory],
-    observer: Observer,
-) -> dict[str, Plain]:
-    """Measure each client's own model on its own mixture of tasks.
-
-    A client's loss is Σ_t q_t loss_t, with q_t its share of training rows from task t and loss_t measured on the first
-    ``evaluation.personalised`` test rows of the task; a global model is measured once and weighed for each client.
-
-    Raises:
-        ConfigError: clients' rows carry no task labels, so their mixtures are unknown.
-    """
-    if not data.mixes:
-        raise ConfigError("evaluation.personalised needs rows that name their task (a benchmark): set it to 0.")
-    mode = config.evaluation.routing[0]
-    rows = {task: Rows(found.encoded[: config.evaluation.personalised]) for task, found in data.test.items()}
-    shared: dict[str, float | None] = {}
-    if not method.personal:
-        view = method.assembled(state, memories)
-        assert view is not None
-        bench.load(view.tensors, view.spec)
-        shared = {task: mean_loss(*example_losses(bench, found, mode)) for task, found in rows.items()}
-    observer.phase("personalised", len(data.mixes))
-    clients: dict[str, Plain] = {}
-    for client, mix in data.mixes.items():
-        losses = shared
-        if method.personal:
-            own = method.personal_view(state, client, memories[client])
-            bench.load(own.tensors, own.spec)
-            losses = {task: mean_loss(*example_losses(bench, rows[task], mode)) for task in mix if task in rows}
-        known = {task: loss for task in mix if (loss := losses.get(task)) is not None}
-        whole = sum(mix[task] for task in known)
-        clients[client] = {
-            "loss": sum(mix[task] / whole * loss for task, loss in known.items()) if known else None,
-            "per_task": known,
-        }
-        observer.advance()
-    there = {client: found["loss"] for client, found in clients.items() if found["loss"] is not None}
-    sizes = {client: data.sizes[client] for client in there}
-    return {
-        "rows_per_task": config.evaluation.personalised,
-        "routing": mode,
-        "mean": sum(there.values()) / len(there),
-        "weighted_mean": sum(sizes[c] * loss for c, loss in there.items()) / sum(sizes.values()),
-        "worst": max(there.values()),
-        "clients": clients,
-    }
 
 
 def audit(state: State, memories: Mapping[str, Memory], data: Data) -> dict[str, Plain] | None:

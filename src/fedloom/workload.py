@@ -29,7 +29,8 @@ class Data:
     clients: dict[str, Rows]
     labels: dict[str, list[str]]  # client → task of each row; audit only
     sizes: dict[str, int]  # client → usable rows, also where they are trained pooled
-    mixes: dict[str, dict[str, float]]  # client → task → share of its rows; empty without labels; audit only
+    mixes: dict[str, dict[str, float]]  # client → kind → share of its rows; empty without labels; audit only
+    kinds: dict[str, tuple[str, list[int]]]  # kind (a task, or under label skew a label of it) → task, its test rows
     test: dict[str, Rows]
     test_examples: dict[str, list[Example]]
     manifest: dict[str, Plain]
@@ -71,14 +72,22 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
                 observer.say(f"{name}: {report.summary()}.")
             if kind == "client" and not kept:
                 observer.say(f"{name} holds no usable example: it takes no part and has weight 0.")
-    labels = {name: [clients[name][e.index].task for e in encoded["client", name].encoded] for name in sorted(clients)}
+    train = {name: [clients[name][e.index] for e in encoded["client", name].encoded] for name in sorted(clients)}
+    measured = {name: [test[name][e.index] for e in encoded["test", name].encoded] for name in sorted(test)}
+    by_label = data.benchmark is not None and data.benchmark.skew == "label"
+    mixes = {name: _mix([kind_of(example, by_label) for example in found]) for name, found in train.items()}
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    for task, found in measured.items():
+        for row, example in enumerate(found):
+            kinds.setdefault(kind_of(example, by_label) if by_label else task, (task, []))[1].append(row)
     result = Data(
         clients={name: encoded["client", name] for name in sorted(clients)},
-        labels=labels,
-        sizes={name: len(found) for name, found in labels.items() if found},
-        mixes={name: mix for name, found in labels.items() if (mix := _mix(found))},
+        labels={name: [example.task for example in found] for name, found in train.items()},
+        sizes={name: len(found) for name, found in train.items() if found},
+        mixes={name: mix for name, mix in mixes.items() if mix},
+        kinds=kinds,
         test={name: encoded["test", name] for name in sorted(test)},
-        test_examples={name: [test[name][e.index] for e in encoded["test", name].encoded] for name in sorted(test)},
+        test_examples=measured,
         manifest=record,
     )
     if not any(map(len, result.clients.values())):
@@ -91,6 +100,11 @@ def pool(data: Data) -> Data:
     rows = [encoded for client in data.clients.values() for encoded in client.encoded]
     labels = [label for found in data.labels.values() for label in found]
     return replace(data, clients={POOLED: Rows(rows)}, labels={POOLED: labels})
+
+
+def kind_of(example: Example, by_label: bool) -> str:
+    """Return what a client's mixture counts: the task or, where clients differ in labels, task and label."""
+    return f"{example.task}={example.response.strip()}" if by_label and example.task else example.task
 
 
 def _mix(labels: list[str]) -> dict[str, float]:

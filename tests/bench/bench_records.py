@@ -53,7 +53,7 @@ def run(label, seed=42, loss=1.0, n=40, alpha=0.3, modes=("top1",), score=0.5, t
         "routing": routing,
         "routing_matrix": {task: {"gate": row, "top1": row} for task, row in gates.items()} if many else {},
         "personalised": {
-            "mean": loss + 0.1, "weighted_mean": loss + 0.05, "worst": loss + 0.2, "rows_per_task": 10,
+            "mean": loss + 0.1, "weighted_mean": loss + 0.05, "worst": loss + 0.2, "rows_per_kind": 10,
             "routing": "top1", "clients": losses,
         },
         "alignment": {

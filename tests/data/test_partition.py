@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,3 +247,34 @@ def test_paper_setting_on_real_rows(data_root):
     prompts = [" ".join(e.prompt.split()).casefold() for e in used]
     assert len(set(prompts)) == len(prompts) == 7620 + 2000
     assert min(e.row for e in used if (e.task, e.split) == ("gsm8k", "train")) >= 4973
+
+
+def test_label_skew_draws_each_label_and_loses_no_row(tmp_path: Path) -> None:
+    """Every label's training rows are spread by a draw of their own; the counts are those of ``dirichlet_counts``."""
+    rows = [{"text": f"text {i} of kind {i % 4}", "label": i % 4} for i in range(240)]
+    (tmp_path / "ag_news").mkdir()
+    (tmp_path / "ag_news" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = build_benchmark(
+        ["ag_news"], seed=3, clients=5, alpha=0.1, root=tmp_path, train=200, val=0, test=40, skew="label"
+    )
+    labels = {name: Counter(e.response.strip() for e in found) for name, found in drawn.clients.items()}
+    total = sum(labels.values(), Counter())
+    assert sum(total.values()) == 200
+    assert set(total) == {"world", "sports", "business", "science"}
+    held_out = Counter(e.response.strip() for e in drawn.test["ag_news"])
+    assert total == Counter({label: 60 - held_out[label] for label in total})
+    shares = [max(c.values()) / sum(c.values()) for c in labels.values() if sum(c.values()) >= 10]
+    assert max(shares) > 0.6  # alpha 0.1: somebody holds mostly one label
+    even = build_benchmark(
+        ["ag_news"], seed=3, clients=5, alpha=1e6, root=tmp_path, train=200, val=0, test=40, skew="label"
+    )
+    for found in even.clients.values():
+        assert all(9 <= n <= 11 for n in Counter(e.response for e in found).values())
+
+
+def test_label_skew_refuses_what_are_no_labels(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    rows = [{"question": f"How many is {i}?", "answer": f"It is {i}.\n#### {i}"} for i in range(120)]
+    (tmp_path / "gsm8k" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="100 rows of 'gsm8k' have 100 different responses"):
+        build_benchmark(["gsm8k"], seed=1, clients=2, alpha=1.0, root=tmp_path, train=100, val=0, test=20, skew="label")

@@ -25,7 +25,7 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
     for mode, found in metrics.get("routing", {}).items():
         routing[mode] = {key: value for key, value in found.items() if key not in PER_EXAMPLE}
         examples[mode] = {key: value for key, value in found.items() if key in PER_EXAMPLE}
-    synthetic = getattr(config.data, "synthetic", None)
+    synthetic = config.data.synthetic
     alignment = metrics.get("alignment")
     record = {
         "cell": cell.name,
@@ -35,6 +35,8 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "seed": config.seed,
         "alpha": config.data.benchmark.alpha if config.data.benchmark else None,
         "mixing": synthetic.mixing if synthetic else None,
+        "separability": synthetic.separability if synthetic else None,
+        "drift": synthetic.drift if synthetic else None,
         "backbone": config.backbone.name,
         "config_hash": cell.config_hash,
         "source_hash": manifest["source_hash"],

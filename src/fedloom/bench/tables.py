@@ -125,7 +125,7 @@ def personalised_table(results: Results, setting: Setting, suffix: str = "") -> 
         own = "its own" if cells[0].get("personal") else "the shared one"
         entries = (marked(stat(stats[key][label], len(cells)), marks[key].get(label, "")) for key in keys)
         rows.append([words(results.title(label)), value(len(cells), str), words(own), *entries])
-    shown = sorted({c.get("personalised", "rows_per_task") for c in results.cells if c.get("personalised")} - {None})
+    shown = sorted({c.get("personalised", "rows_per_kind") for c in results.cells if c.get("personalised")} - {None})
     notes = [
         MEANS,
         RANKED,

@@ -21,6 +21,9 @@ from fedloom.data.sources import Example
 from fedloom.data.tasks import get_task, load_task, task_splits
 from fedloom.errors import ConfigError, DataError, nearest
 
+#: Responses of a task, beyond which they are no labels.
+MOST_LABELS = 64
+
 ALPHA_RANGE = (1e-9, 1e9)
 
 
@@ -58,6 +61,7 @@ def build_benchmark(
     val: int = 100,
     test: int = 400,
     skip: Mapping[str, int] | None = None,
+    skew: str = "task",
 ) -> Benchmark:
     """Draw disjoint test, validation and training rows of each task and spread the training rows over clients.
 
@@ -77,6 +81,8 @@ def build_benchmark(
         test: test rows per task.
         skip: ``{"task/split": n}`` leaves out the first n rows of a split (a backbone may have seen them in its own
             training), and any other row with the same prompt.
+        skew: ``task``: one draw per task. ``label``: one draw per response of a task, for classification (FC-MoE,
+            arXiv 2606.15625, after PFL-MoE): clients differ in the labels that they hold.
     """
     _check(tasks, clients, {"train": train, "val": val, "test": test})
     skip = dict(skip or {})
@@ -101,10 +107,12 @@ def build_benchmark(
         pools[task] = {**pool.record, "test": test, "validation": val, "train": len(training)}
         if len(training) < train:
             pools[task]["note"] = f"the pool is too small: {len(training)} training rows instead of {train}"
-        counts = dirichlet_counts([len(training)], clients, alpha, _generator(seed, "clients", task))[0]
-        ends = np.cumsum(counts)
-        for name, start, end in zip(names, ends - counts, ends, strict=True):
-            rows[name] += training[start:end]
+        parts = [training] if skew == "task" else list(by_response(training).values())
+        split = dirichlet_counts([len(part) for part in parts], clients, alpha, _generator(seed, "clients", task))
+        for part, counts in zip(parts, split, strict=True):
+            ends = np.cumsum(counts)
+            for name, start, end in zip(names, ends - counts, ends, strict=True):
+                rows[name] += part[start:end]
     for name in names:
         order = _generator(seed, "order", name).permutation(len(rows[name]))
         rows[name] = [rows[name][i] for i in order]
@@ -114,6 +122,7 @@ def build_benchmark(
         "alpha": alpha,
         "budget": {"train": train, "validation": val, "test": test},
         "skip": skip,
+        "skew": skew,
         "pools": pools,
         "mix": {name: dict(sorted(Counter(example.task for example in rows[name]).items())) for name in names},
         "empty_clients": [name for name in names if not rows[name]],
@@ -123,6 +132,23 @@ def build_benchmark(
         "test": {task: [[e.task, e.split, e.row] for e in part] for task, part in test_rows.items()},
     }
     return Benchmark(rows, validation_rows, test_rows, manifest)
+
+
+def by_response(examples: Sequence[Example]) -> dict[str, list[Example]]:
+    """Group examples by their response, sorted.
+
+    Raises:
+        DataError: there are so many that they are no labels.
+    """
+    groups: dict[str, list[Example]] = {}
+    for example in examples:
+        groups.setdefault(example.response.strip(), []).append(example)
+    if len(groups) > MOST_LABELS:
+        raise DataError(
+            f"skew: label needs a classification task, but the {len(examples)} rows of "
+            f"{examples[0].task!r} have {len(groups)} different responses."
+        )
+    return dict(sorted(groups.items()))
 
 
 def client_names(clients: int) -> list[str]:

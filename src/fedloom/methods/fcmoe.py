@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from fedloom.errors import UpdateRejected
 from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.methods.fedavg_moe import check_activations
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import norm, place, subtract, take
-from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, Tensors, View, component
+from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
 
 #: A consensus this much shorter than the updates behind it is their rounding, and has no direction: the expert stays.
 NO_CONSENSUS = 1e-6
@@ -124,13 +124,7 @@ class FCMoE(Method):
         return View(state.tensors | retained(state.tensors, memory, self.options), state.spec)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
-        """Check the activations too: they are weights."""
-        active: Plain = reply.values.get("activations")
-        sent = {unit for unit, count in reply.counts.items() if unit.startswith("experts/") and count > 0}
-        if not isinstance(active, dict) or active.keys() != sent:
-            raise UpdateRejected("'activations' does not name exactly the experts that it sends")
-        if bad := [unit for unit, n in active.items() if type(n) is not int or not 0 < n < 1 << 40]:
-            raise UpdateRejected(f"the activations of {bad[0]!r} are {active[bad[0]]!r}, not a number of tokens")
+        check_activations(reply, {unit for unit in reply.counts if unit.startswith("experts/")})
         return super().expected(order, reply)
 
 

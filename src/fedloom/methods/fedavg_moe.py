@@ -1,0 +1,80 @@
+"""FedAvg on a native mixture-of-experts model, the baseline of FC-MoE's tables.
+
+B. McMahan et al., "Communication-efficient learning of deep networks from decentralized data", arXiv 1602.05629 (2017).
+``weighting: activations`` weighs an expert by (activations / steps)^t · n_i as FLAME does (arXiv 2506.16600).
+
+Differs from FedAvg: with ``weighting: samples`` not at all: experts, routers and the rest are averaged by sample count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from fedloom.errors import UpdateRejected
+from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.numerics.aggregate import RunningMean
+from fedloom.numerics.tree import add, subtract
+from fedloom.types import Client, Order, Plain, Replies, Reply, State, component
+
+
+class FedAvgMoEOptions(MethodOptions):
+    """``power``: FLAME's t, how strongly activations count."""
+
+    weighting: Literal["samples", "activations"] = "samples"
+    power: float = Field(1.0, ge=0)
+
+
+class FedAvgMoE(Method):
+    title = "FedAvg"
+    paper = "arXiv 1602.05629"
+    aggregated = "everything by sample count"
+    exact = "yes: whole parameters are averaged"
+    native = True
+    Options = FedAvgMoEOptions
+    options: FedAvgMoEOptions
+
+    def local(self, client: Client, order: Order) -> Reply:
+        """Train everything; send everything and how many tokens each expert had."""
+        client.load(order.tensors, order.spec)
+        report = client.fit([range(client.size)] * client.steps(order.training), order.training)
+        send = subtract(client.read(), order.tensors)
+        counts = {"examples": client.size} | {component(name): client.size for name in send}
+        return Reply(client.name, send, counts, report.metrics(), {"activations": report.activations})
+
+    def merge(self, state: State, replies: Replies) -> State:
+        means = RunningMean()
+        for reply in replies:
+            for name, tensor in reply.send.items():
+                means.add(name, tensor, self.weight(reply, component(name)))
+        update = means.mean()
+        tensors = dict(state.tensors) | add({name: state.tensors[name] for name in update}, update)
+        return replace(state, tensors=tensors)
+
+    def weight(self, reply: Reply, unit: str) -> float:
+        """Return what a component of a reply counts; an expert without a token counts nothing under FLAME's rule."""
+        if self.options.weighting == "samples" or not unit.startswith("experts/"):
+            return float(reply.counts[unit])
+        return (reply.values["activations"][unit] / reply.metrics["steps"]) ** self.options.power * reply.counts[unit]
+
+    def expected(self, order: Order, reply: Reply) -> Schema:
+        check_activations(reply, {component(name) for name in order.tensors if name.startswith("experts/")})
+        if self.options.weighting == "activations" and not reply.metrics.get("steps", 0) > 0:
+            raise UpdateRejected("it states no steps, by which activations are divided")
+        return super().expected(order, reply)
+
+
+def check_activations(reply: Reply, experts: set[str]) -> None:
+    """Check that a reply states the tokens of exactly these experts: they are weights.
+
+    Raises:
+        UpdateRejected: it does not.
+    """
+    active: Plain = reply.values.get("activations")
+    if not isinstance(active, dict) or active.keys() != experts:
+        raise UpdateRejected("'activations' does not name exactly the experts that it sends")
+    for unit, tokens in active.items():
+        if type(tokens) is not int or not 0 <= tokens < 1 << 40:
+            raise UpdateRejected(f"the activations of {unit!r} are {tokens!r}, not a number of tokens")
