@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -49,7 +49,7 @@ class FedLEASE(Method):
     averages_factors = True
     has_probe = True
     personal = True
-    Options = FedLEASEOptions
+    Options: ClassVar[type[ClusterOptions]] = FedLEASEOptions
     options: FedLEASEOptions
 
     def init(self, setup: Setup) -> State:
