@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,18 @@ def test_gates_are_the_routers_softmax(folder: Path, bench: tuple[Workbench, Ten
     assert torch.allclose(model.gates(prompts), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_an_empty_prompt_is_refused(prompt: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="the prompt is empty"):
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [("", "is empty"), ("  \n", "is empty"), ("ab\udcffc", "is not valid UTF-8, at character 3")],
+)
+def test_a_prompt_without_text_is_refused(prompt: str, says: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"the prompt {says}"):
         load_model(folder).generate(prompt)
+
+
+def test_no_task_is_named_as_the_mean_is(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'macro' cannot name a task"):
+        evaluate_files(folder, {"macro": "rows.jsonl"})
 
 
 def test_an_unknown_routing_is_refused(folder: Path) -> None:
@@ -219,6 +228,11 @@ def pickle_in_disguise(folder: Path) -> None:
     (folder / "router.safetensors").write_bytes(pickle.dumps({"x": 1}))
 
 
+def unknown_kind(folder: Path) -> None:
+    header = b'{"0.bias":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
+    (folder / "router.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
+
+
 def router_without_bias(folder: Path) -> None:
     router = load_file(folder / "router.safetensors")
     router.pop("2.bias")
@@ -228,6 +242,23 @@ def router_without_bias(folder: Path) -> None:
 def other_rank(folder: Path) -> None:
     config = folder / "experts" / "0" / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": 2', '"r": 4'))
+
+
+def poisoned(name: str, value: float) -> Callable[[Path], None]:
+    """Put one bad number into the last tensor of a file."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        list(tensors.values())[-1].view(-1)[-1] = value
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+
+    return apply
+
+
+def larger_than_its_files(folder: Path) -> None:
+    """Promise 1024 experts of rank 4096, gigabytes, over files of three experts of rank 2."""
+    edit(lambda a: a.update(experts=[{}] * 1024))(folder)
+    edit(lambda a: a["adapter"].update(experts=1024, rank=4096, router_hidden=65536))(folder)
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -244,6 +275,20 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no router": (lambda f: (f / "router.safetensors").unlink(), "router.safetensors cannot be read"),
     "a pickle for a router": (pickle_in_disguise, "router.safetensors cannot be read"),
     "half a router": (router_without_bias, "missing: router/2.bias"),
+    "NaN in an expert": (
+        poisoned("experts/1/adapter_model.safetensors", float("nan")),
+        "'experts/1/model.*lora_[AB]' holds NaN or infinity",
+    ),
+    "infinity in the router": (
+        poisoned("router.safetensors", float("-inf")),
+        "'router/.*' holds NaN or infinity",
+    ),
+    "a very deep description of an expert": (
+        lambda f: (f / "experts/0/adapter_config.json").write_text("[" * 100_000),
+        "experts/0 cannot be read: RecursionError",
+    ),
+    "more than its files hold": (larger_than_its_files, "says 4096"),
+    "a tensor of an unknown kind": (unknown_kind, "router.safetensors cannot be read"),
     "an expert of another rank": (other_rank, "wrong shape"),
     "alpha of another run": (
         edit(lambda a: a["adapter"].update(alpha=32.0)),
@@ -253,9 +298,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_does_not_fit_is_refused(fault: str, folder: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_grafted(
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil, message = REFUSED[fault]
     spoil(folder)
+    monkeypatch.setattr("fedloom.model.Workbench", None)
     with pytest.raises(FedloomError, match=message):
         load_model(folder)
 
@@ -318,7 +366,21 @@ def test_evaluating_files_is_the_loss_of_transformers(
         ("backbone", "hash", None, "'backbone.hash'"),
         (None, "experts", [{}, {}], "'experts'"),
         (None, "max_length", "512", "'max_length'"),
-        (None, "routing", 1, "'routing'"),
+        (None, "routing", 1, "string"),
+        (None, "routing", "top" + "9" * 5000, "'routing'"),
+        (None, "experts", ["x"], "'experts.0.'"),
+        (None, "experts", [{"examples": "[/x]"}], "'experts.0.'"),
+        (None, "experts", [{"buckets": 5}], "'experts.0.'"),
+        (None, "experts", 1, "not iterable"),
+        ("adapter", "alpha", float("nan"), "'adapter.alpha'"),
+        ("adapter", "alpha", 10**400, "'adapter.alpha'"),
+        ("adapter", "dropout", 1.0, "'adapter.dropout'"),
+        ("adapter", "slots", [0, 1], "'adapter.slots'"),
+        ("adapter", "slots", 10**6 * "0", "'adapter.slots'"),
+        ("adapter", "slot_top", 1, "'adapter.slot_top'"),
+        ("adapter", "routers", 0, "'adapter.routers'"),
+        ("adapter", "centroids", "yes", "'adapter.centroids'"),
+        ("adapter", "base_delta", 1, "'adapter.base_delta'"),
     ],
 )
 def test_a_hostile_description_is_refused_before_anything_is_allocated(

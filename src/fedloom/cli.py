@@ -258,7 +258,9 @@ def budget(
     backbone: Annotated[str, typer.Option(help="llama-3.2-3b, gemma-2-2b, smollm2-135m, tiny, or a model folder.")],
     method: Annotated[str, typer.Option(help="A method's name.")] = "fedweave",
     experts: Annotated[int, typer.Option(min=1, max=4096, help="Number of experts.")] = 4,
-    rank: Annotated[int | None, typer.Option(min=1, help="Rank per expert; default: the method's own.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Rank per expert; default: the method's own.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count parameters and bytes from the architecture alone; nothing is downloaded."""

@@ -31,6 +31,9 @@ from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import AdapterSpec, Plain, Tensors
 
+#: See ``adapters.router.route``.
+ROUTING = re.compile(r"soft|off|top[1-9]\d{0,3}")
+
 
 @dataclass
 class LoadedModel:
@@ -67,7 +70,7 @@ class LoadedModel:
         """
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         ids = [self._encode(text) for text in texts]
-        chosen = self._route(ids, routing or self.routing)
+        chosen = self._route(ids, checked_routing(routing or self.routing))
         tokenizer = self.bench.backbone.tokenizer
         answers = greedy(self.bench, ids, chosen, max_new_tokens, [end_token_id(tokenizer)])
         decoded = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
@@ -92,6 +95,13 @@ class LoadedModel:
             with grafted.routing(None):
                 features = prompt_features(backbone, ids)
         return grafted.route(features.to(backbone.device), mode)
+
+
+def checked_routing(mode: str) -> str:
+    """Return ``mode`` if it is one."""
+    if not ROUTING.fullmatch(mode):
+        raise ConfigError(f"Unknown routing {mode[:40]!r}. Use 'top1', 'top2', …, 'soft' or 'off'.")
+    return mode
 
 
 def load_model(
@@ -136,7 +146,10 @@ def _stored_tensors(folder: Path, spec: AdapterSpec, shapes: Shapes, hidden_size
     tensors: Tensors = {}
     for m in range(spec.experts):
         place = folder / "experts" / str(m)
-        expert, fields = load_expert(place, shapes)
+        try:
+            expert, fields = load_expert(place, shapes)
+        except (RecursionError, ValueError, KeyError, TypeError) as error:
+            raise ModelFolderError(f"{place} cannot be read: {type(error).__name__}: {error}.") from error
         if fields["r"] != spec.rank or fields["lora_alpha"] != spec.alpha:
             raise ModelFolderError(
                 f"{place} has rank {fields['r']} and alpha {fields['lora_alpha']}, but fedloom.json says {spec.rank} "
@@ -148,7 +161,7 @@ def _stored_tensors(folder: Path, spec: AdapterSpec, shapes: Shapes, hidden_size
         try:
             router = load_tensors(path.read_bytes())
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ModelFolderError(f"{path} cannot be read: {error}.") from error
+            raise ModelFolderError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
         tensors |= {name if "/" in name else f"router/{name}": tensor.float() for name, tensor in router.items()}
     try:
         check_tensors(tensors, spec, shapes, hidden_size)
@@ -180,17 +193,9 @@ def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
             *((f"backbone.{key}", isinstance(backbone[key], str) and len(backbone[key]) < 1024) for key in texts),
             ("backbone.dtype", backbone["dtype"] in tuple(DTYPES)),
             ("experts", isinstance(experts, list) and len(experts) == spec.experts),
-            *((f"experts[{m}]", isinstance(known, dict)) for m, known in enumerate(experts)),
-            *(
-                (f"experts[{m}].examples", _whole(known.get("examples", 0), 0, 1 << 60))
-                for m, known in enumerate(experts)
-            ),
-            *((f"experts[{m}].buckets", isinstance(known.get("buckets", {}), dict)) for m, known in enumerate(experts)),
+            *((f"experts[{m}]", _is_provenance(known)) for m, known in enumerate(experts)),
             ("max_length", _whole(about["max_length"], 1, 1 << 31)),
-            (
-                "routing",
-                isinstance(about["routing"], str) and re.fullmatch(r"soft|off|top[1-9]\d{0,3}", about["routing"]),
-            ),
+            ("routing", bool(ROUTING.fullmatch(about["routing"]))),
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ModelFolderError(f"{path} lacks a field or has a wrong type: {error}.") from error
@@ -201,6 +206,12 @@ def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
 
 def _whole(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
+
+
+def _is_provenance(known: Any) -> bool:
+    """Return whether this can be what ``fedloom.json`` knows of an expert."""
+    fits = isinstance(known, dict) and isinstance(known.get("buckets", {}), dict)
+    return fits and _whole(known.get("examples", 0), 0, 1 << 60)
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
@@ -245,7 +256,7 @@ def evaluate_files(
     if "macro" in files:
         raise ConfigError("'macro' cannot name a task: it stands for the mean over all tasks. Choose another name.")
     model = load_model(folder, backbone=backbone)
-    mode = routing or model.routing
+    mode = checked_routing(routing or model.routing)
     tokenizer = model.bench.backbone.tokenizer
     rows: dict[str, Rows] = {}
     examples: dict[str, list[Example]] = {}

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from fedloom.cli import app
 from fedloom.methods import METHODS
 
 
@@ -129,6 +132,49 @@ def test_mistakes_are_said_in_words(run_folder: Path, tmp_path: Path) -> None:
     assert "fedloom.json" in fedloom("generate", tmp_path, "--prompt", "x", code=1).stderr
     assert "fedweave" in fedloom("budget", "--backbone", "tiny", "--method", "fedweeve", code=1).stderr
     fedloom("run", code=2)
+
+
+def test_hostile_words_are_printed_as_they_stand(run_folder: Path, tmp_path: Path) -> None:
+    """Markup and emoji codes in names, control characters, bytes that are not UTF-8, a terminal without Unicode."""
+    model = shutil.copytree(run_folder / "out" / "model", tmp_path / "[red]model")
+    file = shutil.copy(run_folder / "test.jsonl", tmp_path / "t.jsonl")
+    done = fedloom("evaluate", model, "--task", f"[/x] :smile: \x1b[31m={file}", "--loss-only")
+    assert "[/x] :smile: \\x1b[31m" in done.stdout
+    assert "[red]model" in done.stdout
+    assert "\x1b" not in done.stdout
+    named = fedloom("check", shutil.copy(file, tmp_path / "q\udcff[red].jsonl"))
+    assert "q\\udcff[red].jsonl: 2 of 2 rows usable" in named.stdout
+    (tmp_path / "bad.jsonl").write_text('{"\\u001b[31m": 1}\n')
+    assert "\x1b" not in fedloom("check", tmp_path / "bad.jsonl", code=1).stderr
+    assert "not valid UTF-8, at character 2" in fedloom("generate", model, "--prompt", "a\udcff", code=1).stderr
+    for twice in (["a", "a"], ["macro"]):
+        tasks = [part for name in twice for part in ("--task", f"{name}={file}")]
+        assert repr(twice[0]) in fedloom("evaluate", model, *tasks, code=1).stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONIOENCODING", "ascii")
+        assert "fedweave" in fedloom("methods").stdout
+
+
+def test_gates_are_computed_only_to_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Model:
+        routing, about = "top1", {"experts": [{}]}
+
+        def generate(self, prompt: str, **options: object) -> str:
+            return "[/x] answer"
+
+        def gates(self, prompts: list[str]) -> torch.Tensor:
+            asked.append(prompts)
+            return torch.ones(1, 1)
+
+    monkeypatch.setattr("fedloom.model.load_model", lambda folder, **options: Model())
+    ask = ["generate", "model", "--prompt", "p"]
+    assert CliRunner().invoke(app, ask).stdout == "[/x] answer\n"
+    assert asked == []
+    assert "1.000" in CliRunner().invoke(app, [*ask, "--explain"]).stdout
+    assert json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)["gates"] == [1.0]
+    assert asked == [["p"], ["p"]]
 
 
 def test_a_run_is_not_resumed_over_other_rows_or_another_look(run_folder: Path, tmp_path: Path) -> None:

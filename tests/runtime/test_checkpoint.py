@@ -42,6 +42,9 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
         folder.commit(at(round))
     assert folder.rounds() == [10, 11]
     assert folder.memory_versions() == {"ann-r0", "bob-r10", "bob-r11"}
+    for name in ("round-0000099", "round-99", "round-000099.old"):
+        (tmp_path / name).mkdir()  # not ours
+    assert folder.rounds() == [10, 11]
 
 
 @pytest.mark.parametrize("step", ["state", "json", "rename"])

@@ -40,10 +40,8 @@ class CheckpointFolder:
         """Return the rounds that have a checkpoint, in order."""
         if not self.folder.is_dir():
             return []
-        found = (
-            re.fullmatch(r"round-(\d{6}|[1-9]\d{6,})", path.name) for path in self.folder.iterdir() if path.is_dir()
-        )
-        return sorted(int(match.group(1)) for match in found if match)
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        return sorted(int(n[6:]) for n in names if re.fullmatch(r"round-(\d{6}|[1-9]\d{6,})", n))
 
     def path(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}"
