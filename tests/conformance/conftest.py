@@ -22,7 +22,7 @@ from fedloom.methods.base import Method
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import Order, Setup, State, Training
-from small_world import SPEC, World
+from small_world import SPEC, World, world_of
 
 
 def sends_tensors(kind: type[Method]) -> bool:
@@ -37,7 +37,7 @@ def sends_tensors(kind: type[Method]) -> bool:
 
 
 def structure(kind: type[Method]) -> tuple[bool, ...]:
-    return kind.has_probe, kind.personal, kind.global_model, sends_tensors(kind)
+    return kind.native, kind.has_probe, kind.personal, kind.global_model, sends_tensors(kind)
 
 
 FEDERATED = sorted(name for name, kind in METHODS.items() if not kind.pooled)
@@ -99,6 +99,7 @@ class Recording:
 
 @pytest.fixture(scope="session")
 def recording(name: str, tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    found = Recording(World(tmp_path_factory.mktemp(f"recording-{name}")))
-    found.world.run(METHODS[name](), rounds=2, transport=found, evaluate=found.keep)
+    method = METHODS[name]()
+    found = Recording(world_of(method, tmp_path_factory.mktemp(f"recording-{name}")))
+    found.world.run(method, rounds=2, transport=found, evaluate=found.keep)
     return found

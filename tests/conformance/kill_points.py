@@ -19,7 +19,7 @@ from fedloom.runtime.client import LocalClient
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.memory import MemoryFolder
 from fedloom.runtime.simulate import Simulator
-from small_world import TRAINING, World
+from small_world import TRAINING, world_of
 
 Die = Callable[[], NoReturn]
 
@@ -108,7 +108,8 @@ def run_until_killed(out: Path, name: str, point: str, participation: float) -> 
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         arm(patch, POINTS[point], by_sigkill)
-        World(out).run(METHODS[name](), training=KILL_TRAINING, participation=participation)
+        method = METHODS[name]()
+        world_of(method, out).run(method, training=KILL_TRAINING, participation=participation)
 
 
 #: With kept optimiser state every client has a memory in every round, whatever the method.

@@ -22,7 +22,7 @@ from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import Order, State, Tensors
-from small_world import World, outcome, same
+from small_world import outcome, same, world_of
 
 VICTIM = "bob"
 Spoil = Callable[[Recording, int], bytes]
@@ -62,7 +62,7 @@ def play(
     recording: Recording, method: Method, out: Path, round: int, spoilt: dict[str, bytes | None]
 ) -> tuple[State, dict[str, Any], list[str]]:
     """Return the state after ``round``, its log record and what was said."""
-    world, notes = World(out), Notes()
+    world, notes = world_of(method, out), Notes()
     transport = Playback(recording, out / "spool", {(round, client): data for client, data in spoilt.items()})
     state = world.run(method, rounds=round, transport=transport, observer=notes)
     return state, world.log.read()[-1], notes.said

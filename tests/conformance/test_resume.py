@@ -13,12 +13,12 @@ from kill_points import KILL_TRAINING, POINTS, Killed, arm, by_exception, run_un
 
 from conftest import FEDERATED, REPRESENTATIVES
 from fedloom.methods import METHODS
-from small_world import World, outcome, tree
+from small_world import outcome, tree, world_of
 
 
 def finish(out: Path, name: str, participation: float) -> dict[str, Any]:
     """Run to the end, from wherever it stands, with a new process's objects; return what is left behind."""
-    world = World(out)
+    world = world_of(METHODS[name](), out)
     state = world.run(METHODS[name](), training=KILL_TRAINING, participation=participation)
     world.export(METHODS[name](), state)
     return outcome(out)
@@ -88,7 +88,7 @@ def test_M10_the_loss_goes_on_where_it_was(name: str, straight: Any, tmp_path: P
         with pytest.raises(Killed):
             finish(tmp_path, name, 1.0)
     finish(tmp_path, name, 1.0)
-    losses = [record["train_loss"] for record in World(tmp_path).log.read()[1:]]
+    losses = [record["train_loss"] for record in world_of(METHODS[name](), tmp_path).log.read()[1:]]
     assert losses == [record["train_loss"] for record in straight(name, 1.0)["log"][1:]]
     assert losses[2] < losses[0]
 

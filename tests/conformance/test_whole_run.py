@@ -33,9 +33,10 @@ class Notes(Observer):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Backbone, four clients with rows, one with rows that teach nothing, one test set."""
+    """Two backbones, four clients with rows, one with rows that teach nothing, one test set."""
     folder = tmp_path_factory.mktemp("files")
     save_backbone(folder / "backbone")
+    save_backbone(folder / "switch", native=True)
     rows = {
         name: [{"prompt": e.prompt, "response": e.response} for e in found] for name, found in client_rows().items()
     }
@@ -56,9 +57,9 @@ def config(files: Path, name: str, **more: Any) -> Config:
     clients = {client: str(files / f"{client}.jsonl") for client in ("ann", "bob", "cyd", "dan", "eve")}
     plain: dict[str, Any] = {
         "method": {"name": name},
-        "backbone": {"name": str(files / "backbone"), "threads": 1},
+        "backbone": {"name": str(files / ("switch" if METHODS[name].native else "backbone")), "threads": 1},
         "data": {"clients": clients, "test": {"mine": str(files / "test.jsonl")}},
-        "adapter": {"rank": 2, "alpha": 6},
+        "adapter": {"native": "full"} if METHODS[name].native else {"rank": 2, "alpha": 6},
         "federation": {"rounds": 3},
         "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": "keep"},
         "evaluation": {"generate": False, "every": 1},

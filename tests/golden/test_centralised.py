@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from fedloom.config import TrainingConfig
 from fedloom.methods.centralised import Centralised
@@ -17,7 +18,9 @@ from straight_loop import StraightLoop, largest_difference
 def test_pooled_rows_are_all_rows_in_client_order() -> None:
     clients = {name: rows(found) for name, found in client_rows().items()} | {"eve": Rows([])}
     labels = {name: [f"{name}-{i}" for i in range(len(found))] for name, found in clients.items()}
-    data = Data(clients, labels, {name: len(found) for name, found in clients.items() if len(found)}, {}, {}, {}, {})
+    sizes = {name: len(found) for name, found in clients.items() if len(found)}
+    rest: dict[str, Any] = {field.name: {} for field in fields(Data)}
+    data = Data(**(rest | {"clients": clients, "labels": labels, "sizes": sizes}))
     pooled = pool(data)
     assert [e for r in clients.values() for e in r.encoded] == pooled.clients[POOLED].encoded
     assert [label for found in labels.values() for label in found] == pooled.labels[POOLED]
