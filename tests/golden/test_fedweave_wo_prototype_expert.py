@@ -25,13 +25,13 @@ METHOD = FedWeaveWithoutPrototypeExpert()
 TRAINING = Training(steps=4, batch_size=3, lr=2e-3, router_lr=1e-3, clip=1.0, weight_decay=0.01)
 
 
-def test_it_is_fedweave_but_for_its_options() -> None:
+def test_it_is_fedweave_but_for_the_unit() -> None:
     own = {name for name in vars(FedWeaveWithoutPrototypeExpert) if callable(getattr(METHOD, name))}
-    assert {name for name in own if not name.startswith("__")} == {"Options"}
+    assert {name for name in own if not name.startswith("__")} == {"Options", "buckets"}
     assert isinstance(METHOD, FedWeave)
-    for wrong in ({"max_buckets": 2}, {"by_length": True}):
-        with pytest.raises(ValueError):
-            WholeClientOptions(**wrong)  # type: ignore[arg-type]
+    for nothing_to_choose in ("max_buckets", "by_length", "clusterer"):
+        with pytest.raises(ValueError, match=nothing_to_choose):
+            WholeClientOptions(**{nothing_to_choose: 1})
 
 
 def test_one_warm_up_on_all_examples_of_the_client(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class FedRouter(Method):
         pool = members_of(client.memory.values["buckets"], len(sizes))[cluster]
         start = place(take(order.tensors, unit), "experts/0")
         client.load(start, order.spec)
-        report = client.fit([pool] * order.training.steps, order.training)
+        report = client.fit([pool] * client.steps(order.training), order.training)
         update = take(subtract(client.read(), start), "experts/0")
         return Reply(client.name, place(update, unit), {"examples": client.size, unit: len(pool)}, report.metrics())
 

@@ -10,6 +10,7 @@ not by the client's size; the buckets are found once, without labels (Eq. 1, 2).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -35,10 +36,15 @@ from fedloom.types import AdapterSpec, Client, Order, Replies, Reply, Setup, Sta
 __all__ = ["FedWeave", "schedule"]
 
 
-class FedWeaveOptions(DiscoveryOptions, ExpertOptions):
-    """Defaults are the paper's (Appendix A)."""
+class MixtureOptions(ExpertOptions):
+    """What FedWeave and its ablations share."""
 
     router_hidden: int = Field(512, ge=1)
+
+
+class FedWeaveOptions(DiscoveryOptions, MixtureOptions):
+    """Defaults are the paper's (Appendix A)."""
+
     by_length: bool = True  # not in the paper: a bucket's mini-batches hold examples of like length, to pad less
 
 
@@ -51,7 +57,7 @@ class FedWeave(Method):
     default_rank = 8
     averages_factors = True
     has_probe = True
-    Options = FedWeaveOptions
+    Options: ClassVar[type[MixtureOptions]] = FedWeaveOptions
     options: FedWeaveOptions
 
     def init(self, setup: Setup) -> State:
@@ -63,8 +69,11 @@ class FedWeave(Method):
 
     def probe(self, client: Client, order: Order) -> Reply:
         """Embed, bucket, warm up one LoRA per bucket, send the adapters whose B factors are the signatures."""
-        buckets = find_buckets(client, self.options)  # line 2
-        return warm_up(client, order, buckets.labels.tolist(), self.options, by_length=self.options.by_length)  # line 3
+        return warm_up(client, order, self.buckets(client), self.options, by_length=self.options.by_length)  # line 3
+
+    def buckets(self, client: Client) -> list[int]:
+        """Return the bucket of each example (line 2)."""
+        return find_buckets(client, self.options).labels.tolist()
 
     def discover(self, state: State, replies: Replies) -> State:
         """Align buckets across clients, choose M*, initialise experts and router (lines 5–6, Eq. 1 and 2)."""
@@ -89,7 +98,7 @@ class FedWeave(Method):
         members = members_of(client.memory.values["buckets"], len(assignment))
         sizes = [len(pool) for pool in members]
         client.load(order.tensors, order.spec)
-        end, metrics = self.take_steps(client, order, members, schedule(sizes, order.training.steps))  # line 10
+        end, metrics = self.take_steps(client, order, members, schedule(sizes, client.steps(order.training)))  # line 10
         counts = weights(assignment, sizes)
         update = subtract(end, order.tensors)
         send = {name: delta for name, delta in update.items() if counts.get(component(name), 0) > 0}  # line 12

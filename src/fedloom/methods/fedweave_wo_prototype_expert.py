@@ -8,16 +8,17 @@ all its patterns, and sends the update of one expert, weighted by its size. The 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar
 
-from fedloom.methods.fedweave import FedWeave, FedWeaveOptions
+from fedloom.methods.fedweave import FedWeave, MixtureOptions
+from fedloom.types import Client
 
 
-class WholeClientOptions(FedWeaveOptions):
-    """FedWeave's. One bucket leaves nothing to ``clusterer`` and ``restarts``."""
+class WholeClientOptions(MixtureOptions):
+    """FedWeave's, but for what concerns buckets inside a client, which is fixed."""
 
-    max_buckets: Literal[1] = 1
-    by_length: Literal[False] = False  # on a mixed bucket it would make mini-batches purer than chance
+    max_buckets: ClassVar[int] = 1
+    by_length: ClassVar[bool] = False  # on a mixed bucket it would make mini-batches purer than chance
 
 
 class FedWeaveWithoutPrototypeExpert(FedWeave):
@@ -25,3 +26,7 @@ class FedWeaveWithoutPrototypeExpert(FedWeave):
     aggregated = "expert of the client's cluster by client size; the router by client size"
     local_only = "nothing"
     Options = WholeClientOptions
+
+    def buckets(self, client: Client) -> list[int]:
+        """Put all examples into one bucket."""
+        return [0] * client.size
