@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 
 from fedloom.adapters.inject import target_modules
 from fedloom.backbones.load import Backbone, parameter_hash
@@ -31,6 +37,7 @@ from fedloom.types import AdapterSpec, Order, Plain, Setup, State, Tensors, Trai
 
 TARGETS = ("q_proj", "v_proj")
 SPEC = AdapterSpec(TARGETS, rank=2, alpha=6.0, dropout=0.05)
+NATIVE = AdapterSpec((), native="full")
 TRAINING = Training(steps=3, batch_size=2, lr=1e-2, router_lr=5e-3)
 
 #: Words that stand in rows only, so that a test can look for them in what leaves a client.
@@ -68,14 +75,43 @@ def small_llama(seed: int = 7) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def small_backbone(seed: int = 7) -> Backbone:
-    model = small_llama(seed)
+def small_switch(seed: int = 7) -> SwitchTransformersForConditionalGeneration:
+    """One mixture layer of four experts in the encoder, one in the decoder; routers that do not favour one expert."""
+    config = SwitchTransformersConfig(
+        vocab_size=258,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        expert_capacity=64,
+        router_jitter_noise=0.0,
+        pad_token_id=257,
+        eos_token_id=256,
+        decoder_start_token_id=257,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = SwitchTransformersForConditionalGeneration(config).eval().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.classifier.weight"):
+                torch.nn.init.normal_(parameter)
+    return model
+
+
+def small_backbone(seed: int = 7, *, native: bool = False) -> Backbone:
+    """Return a random Llama or, with experts of its own, a random Switch Transformer."""
+    model = small_switch(seed) if native else small_llama(seed)
     return Backbone("small", model, byte_tokenizer(), parameter_hash(model))
 
 
-def save_backbone(folder: Path, seed: int = 7) -> Path:
+def save_backbone(folder: Path, seed: int = 7, *, native: bool = False) -> Path:
     """Write the small backbone as a folder that ``load_backbone`` reads."""
-    small_llama(seed).save_pretrained(folder)
+    (small_switch(seed) if native else small_llama(seed)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -120,19 +156,25 @@ class World:
     ) -> None:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
-        self.bench = Workbench(small_backbone(), spec, None)
+        self.spec = spec
+        self.bench = self.fresh_bench()
         self.clients = {name: rows(found) for name, found in (clients or client_rows()).items()}
         self.setup = Setup(
             seed=seed,
             spec=spec,
-            shapes=target_modules(small_llama(), spec.targets),
+            shapes={} if spec.native else target_modules(small_llama(), spec.targets),
             hidden_size=self.bench.backbone.hidden_size,
             clients=tuple(sorted(self.clients)),
+            initial=self.bench.grafted.read() if spec.native else {},
         )
         self.memory = MemoryFolder(out / "checkpoints" / "memory")
         self.simulator = Simulator(self.bench, self.clients, seed, self.memory, out / "checkpoints" / "spool")
         self.checkpoints = CheckpointFolder(out / "checkpoints", {"seed": seed})
         self.log = RoundLog(out / "rounds.jsonl")
+
+    def fresh_bench(self) -> Workbench:
+        """Return a graft on a backbone that nobody used."""
+        return Workbench(small_backbone(native=bool(self.spec.native)), self.spec, None)
 
     def run(
         self,
@@ -164,6 +206,11 @@ class World:
         view = method.view(state, None)
         self.bench.load(view.tensors, view.spec)
         save_model(self.out / "model", view, self.bench, provenance={"rounds": state.round})
+
+
+def world_of(method: Method, out: Path, **more: Any) -> World:
+    """Return a world whose backbone a method can train."""
+    return World(out, spec=NATIVE if method.native else SPEC, **more)
 
 
 class Wire:

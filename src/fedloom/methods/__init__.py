@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fedloom.methods.base import Method
 from fedloom.methods.centralised import Centralised
+from fedloom.methods.fcmoe import FCMoE
 from fedloom.methods.fedalt import FedALT
+from fedloom.methods.fedavg_moe import FedAvgMoE
 from fedloom.methods.fedex_lora import FedExLoRA
 from fedloom.methods.fedit import FedIT
 from fedloom.methods.fedlease import FedLEASE
@@ -25,7 +27,9 @@ from fedloom.methods.scaffold import Scaffold
 
 METHODS: dict[str, type[Method]] = {
     "centralised": Centralised,
+    "fcmoe": FCMoE,
     "fedalt": FedALT,
+    "fedavg_moe": FedAvgMoE,
     "fedex_lora": FedExLoRA,
     "fedit": FedIT,
     "fedlease": FedLEASE,

@@ -124,8 +124,9 @@ class FCMoE(Method):
         return View(state.tensors | retained(state.tensors, memory, self.options), state.spec)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
-        check_activations(reply, {unit for unit in reply.counts if unit.startswith("experts/")})
-        return super().expected(order, reply)
+        schema = super().expected(order, reply)
+        check_activations(reply, schema)
+        return schema
 
 
 def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:

@@ -60,21 +60,26 @@ class FedAvgMoE(Method):
         return (reply.values["activations"][unit] / reply.metrics["steps"]) ** self.options.power * reply.counts[unit]
 
     def expected(self, order: Order, reply: Reply) -> Schema:
-        check_activations(reply, {component(name) for name in order.tensors if name.startswith("experts/")})
+        schema = super().expected(order, reply)
+        check_activations(reply, schema)
         if self.options.weighting == "activations" and not reply.metrics.get("steps", 0) > 0:
             raise UpdateRejected("it states no steps, by which activations are divided")
-        return super().expected(order, reply)
+        return schema
 
 
-def check_activations(reply: Reply, experts: set[str]) -> None:
-    """Check that a reply states the tokens of exactly these experts: they are weights.
+def check_activations(reply: Reply, schema: Schema) -> None:
+    """Check that a reply states the tokens of exactly the experts in ``schema``: they are weights.
 
     Raises:
         UpdateRejected: it does not.
     """
     active: Plain = reply.values.get("activations")
-    if not isinstance(active, dict) or active.keys() != experts:
-        raise UpdateRejected("'activations' does not name exactly the experts that it sends")
+    if not isinstance(active, dict):
+        raise UpdateRejected("it states no 'activations'")
+    experts = {component(name) for name in schema if name.startswith("experts/")}
+    if differing := sorted(active.keys() ^ experts):
+        which = "of an expert that it does not send" if differing[0] in active else "not of an expert that it sends"
+        raise UpdateRejected(f"'activations' tells {which}: {differing[0]!r}")
     for unit, tokens in active.items():
         if type(tokens) is not int or not 0 <= tokens < 1 << 40:
             raise UpdateRejected(f"the activations of {unit!r} are {tokens!r}, not a number of tokens")
