@@ -132,6 +132,7 @@ class ServerConfig(Section):
 class EvaluationConfig(Section):
     """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
+    ``every_score``: whenever the loss is measured, also generate and score.
     ``split`` says which rows of a benchmark are measured: choose rates on ``validation``, report on ``test``.
     ``personalised``: also measure every client's own model on its own mixture, with so many rows per task or, under
     ``skew: label``, per label (0: not); ``personalised_scores`` generates there, too.
@@ -139,6 +140,7 @@ class EvaluationConfig(Section):
 
     split: Literal["test", "validation"] = "test"
     every: int = Field(0, ge=0)
+    every_score: bool = False
     routing: list[str] = Field(default_factory=lambda: ["top1", "soft"])
     generate: bool = True
     generate_before: bool = False

@@ -8,8 +8,9 @@ from typing import Any
 
 from fedloom.config import Config
 from fedloom.evaluation.alignment import alignment_report, purity
+from fedloom.evaluation.classification import classify
 from fedloom.evaluation.losses import loss_per_task, losses_by_task, routing_matrix
-from fedloom.evaluation.scores import score_tasks
+from fedloom.evaluation.scores import answer_tasks, score_answers, score_tasks
 from fedloom.methods.base import Method
 from fedloom.personalised import personalised
 from fedloom.runtime.client import Workbench
@@ -21,7 +22,12 @@ from fedloom.workload import Data
 def evaluate_round(
     config: Config, method: Method, bench: Workbench, data: Data, state: State, memories: Mapping[str, Memory]
 ) -> dict[str, Plain] | None:
-    """Measure the global model's loss before round 1, every ``evaluation.every`` rounds, and after the last."""
+    """Measure the global model before round 1, every ``evaluation.every`` rounds, and after the last.
+
+    Returns:
+        ``loss`` and, with ``evaluation.every_score``, ``score_model``, of the global model; before round 1 also
+        ``loss_backbone`` and, with ``evaluation.generate_before``, ``score``, of the bare backbone.
+    """
     every = config.evaluation.every
     wanted = state.round in (0, config.federation.rounds) or (every and state.round % every == 0)
     if not wanted or not any(map(len, data.test.values())):
@@ -30,6 +36,9 @@ def evaluate_round(
     if (view := method.assembled(state, memories)) is not None:
         bench.load(view.tensors, view.spec)
         result["loss"] = loss_per_task(bench, data.test, config.evaluation.routing[0])
+        if config.evaluation.every_score:
+            mode = config.evaluation.routing[0]
+            result["score_model"] = score_tasks(bench, data.test, data.test_examples, mode)[0]
     if state.round == 0:
         result["loss_backbone"] = loss_per_task(bench, data.test, "off")
         if config.evaluation.generate_before:
@@ -49,7 +58,8 @@ def evaluate_final(
     """Measure everything that the configuration asks for.
 
     Returns:
-        ``routing``: mode → loss, score and both of each example, of the global model (empty for a method without one);
+        ``routing``: mode → loss, score and both of each example, and ``classes`` (``classification.classify``), of the
+        global model (empty for a method without one);
         ``routing_matrix``; ``personalised``: see ``personalised.personalised``; both protocols on the same rows.
     """
     metrics: dict[str, Plain] = {"method": config.method.name, "seed": config.seed, "experts": state.spec.experts}
@@ -68,8 +78,9 @@ def evaluate_final(
             result["loss_seconds"] = round(time.perf_counter() - start, 2)
             if config.evaluation.generate:
                 start = time.perf_counter()
-                score, each = score_tasks(bench, data.test, data.test_examples, mode, observer.advance)
-                result |= {"score": score, "each": each}
+                answers = answer_tasks(bench, data.test, mode, observer.advance)
+                score, each = score_answers(answers, data.test_examples)
+                result |= {"score": score, "each": each, "classes": classify(answers, data.test_examples)}
                 result["generation_seconds"] = round(time.perf_counter() - start, 2)
             metrics["routing"][mode] = result
         metrics["routing_matrix"] = routing_matrix(bench, data.test)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fedloom.numerics.tree import norm
 from fedloom.runtime.loop import Federation, Receipt, judge, make_orders, sample_cohort
 from fedloom.runtime.quarantine import absurd_norms
 from fedloom.runtime.wire import encode_reply
-from fedloom.types import Order, Reply, State
+from fedloom.types import Order, Replies, Reply, State
 from small_world import SPEC, TRAINING, Wire, World
 
 NAMES = st.lists(st.integers(0, 99), unique=True, min_size=1, max_size=30).map(
@@ -145,3 +146,14 @@ def test_A7_a_dead_site_is_not_waited_for(tmp_path: Path) -> None:
 def test_orders_carry_the_view_and_the_training(tmp_path: Path) -> None:
     (order,) = make_orders(Method(), "fit", STATE, ["a"], TRAINING)
     assert order == Order("fit", "a", 1, STATE.tensors, SPEC, TRAINING, {})
+
+
+def test_what_a_method_logs_stands_in_the_line_of_its_round(tmp_path: Path) -> None:
+    class Talker(Method):
+        def merge(self, state: State, replies: Replies) -> State:
+            merged = super().merge(state, replies)
+            return replace(merged, values=merged.values | {"log": {"heard": len(replies)}})
+
+    world = World(tmp_path)
+    world.run(Talker(), rounds=2)
+    assert [record.get("method") for record in world.log.read()] == [None, {"heard": 4}, {"heard": 4}]

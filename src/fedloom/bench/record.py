@@ -25,7 +25,7 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
     for mode, found in metrics.get("routing", {}).items():
         routing[mode] = {key: value for key, value in found.items() if key not in PER_EXAMPLE}
         examples[mode] = {key: value for key, value in found.items() if key in PER_EXAMPLE}
-    synthetic = config.data.synthetic
+    benchmark, synthetic = config.data.benchmark, config.data.synthetic
     alignment = metrics.get("alignment")
     record = {
         "cell": cell.name,
@@ -33,7 +33,8 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "title": cell.title,
         "method": config.method.name,
         "seed": config.seed,
-        "alpha": config.data.benchmark.alpha if config.data.benchmark else None,
+        "alpha": benchmark.alpha if benchmark else None,
+        "tasks": "+".join(benchmark.tasks) if benchmark and benchmark.skew == "label" else None,
         "mixing": synthetic.mixing if synthetic else None,
         "separability": synthetic.separability if synthetic else None,
         "drift": synthetic.drift if synthetic else None,
@@ -53,7 +54,9 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "personalised": metrics.get("personalised"),
         "alignment": {k: alignment[k] for k in ("local", "global", "prototypes")} if alignment else None,
         "before": metrics.get("before"),
-        "curve": curve(rounds),
+        "curve": curve(rounds, "loss"),
+        "score_curve": curve(rounds, "score_model"),
+        "conflict": conflict(rounds),
         "costs": costs(rounds, metrics["peak_bytes"]),
         "seconds": metrics["seconds"],
         "resumed": metrics["resumed"],
@@ -62,10 +65,28 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
     return record, examples
 
 
-def curve(rounds: Sequence[dict[str, Plain]]) -> list[list[float]]:
-    """Return [round, macro loss] wherever it was measured."""
-    found = [(r["round"], ((r.get("evaluation") or {}).get("loss") or {}).get("macro")) for r in rounds]
-    return [[number, loss] for number, loss in found if loss is not None]
+def curve(rounds: Sequence[dict[str, Plain]], measure: str) -> list[list[float]]:
+    """Return [round, macro ``measure``] wherever it was measured."""
+    found = [(r["round"], ((r.get("evaluation") or {}).get(measure) or {}).get("macro")) for r in rounds]
+    return [[number, value] for number, value in found if value is not None]
+
+
+def conflict(rounds: Sequence[dict[str, Plain]]) -> list[list[float | None]]:
+    """Return how native experts' updates stand to their consensus, as FC-MoE logs it; empty for other methods.
+
+    Returns:
+        For each round: its number; the share of pairs of a client and an expert with a negative cosine; the mean cosine
+        over these pairs; and the mean over experts of the factor by which projection lengthens the consensus. Experts
+        whose updates have no direction in common (length 0) have no factor.
+    """
+    found: list[list[float | None]] = []
+    for record in rounds:
+        units = list((record.get("method") or {}).get("conflict", {}).values())
+        if pairs := sum(unit["clients"] for unit in units):
+            means = [sum(unit["clients"] * unit[key] for unit in units) / pairs for key in ("conflicting", "cosine")]
+            lengths = [unit["length"] for unit in units if unit["length"] > 0]
+            found.append([record["round"], *means, sum(lengths) / len(lengths) if lengths else None])
+    return found
 
 
 def costs(rounds: Sequence[dict[str, Plain]], peak_bytes: int) -> dict[str, Plain]:

@@ -23,28 +23,47 @@ def score_tasks(
     mode: str,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[dict[str, float | None], dict[str, list[float]]]:
-    """Generate answers and score them.
+    """Generate answers and score them; see ``answer_tasks`` and ``score_answers``."""
+    return score_answers(answer_tasks(bench, tasks, mode, advance), examples)
 
-    A test set that is not a known task is scored by exact match (up to case and white space).
+
+def answer_tasks(
+    bench: Workbench, tasks: Mapping[str, Rows], mode: str, advance: Callable[[int], None] | None = None
+) -> dict[str, list[str]]:
+    """Return task → generated text of each row.
 
     Args:
         tasks: task → encoded rows.
-        examples: task → the examples behind the rows, same order.
         mode: routing, see ``adapters.router.route``.
-
-    Returns:
-        task → mean score with ``macro``, the plain mean over tasks; and task → score of each example.
     """
     tokenizer = bench.backbone.tokenizer
     stop = [end_token_id(tokenizer)]
-    means: dict[str, float | None] = {}
-    each: dict[str, list[float]] = {}
+    texts: dict[str, list[str]] = {}
     for name, rows in tasks.items():
         task = TASKS.get(name)
         prompts = [e.ids[: e.prompt_length] for e in rows.encoded]
         budget = task.max_new_tokens if task else DEFAULT_NEW_TOKENS
         answers = greedy(bench, prompts, gates_for(bench, rows, mode), budget, stop, advance=advance)
-        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        texts[name] = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return texts
+
+
+def score_answers(
+    answers: Mapping[str, Sequence[str]], examples: Mapping[str, Sequence[Example]]
+) -> tuple[dict[str, float | None], dict[str, list[float]]]:
+    """Score texts; those of a test set that is no known task by exact match (up to case and white space).
+
+    Args:
+        answers: task → generated texts.
+        examples: task → the examples behind them, same order.
+
+    Returns:
+        task → mean score with ``macro``, the plain mean over tasks; and task → score of each example.
+    """
+    means: dict[str, float | None] = {}
+    each: dict[str, list[float]] = {}
+    for name, texts in answers.items():
+        task = TASKS.get(name)
         each[name] = [
             score_each(task, text, example)
             if task

@@ -192,6 +192,8 @@ def federate(
 
     def commit(state: State, memories: dict[str, str], record: dict[str, Plain]) -> None:
         """Log first, then checkpoint: a kill in between leaves a line that ``cut_after`` removes, never a gap."""
+        if "log" in state.values:  # what the method's own rule saw in this round
+            record["method"] = state.values["log"]
         evaluation = evaluate(state, memories)
         if evaluation is not None:
             record["evaluation"] = evaluation
