@@ -8,6 +8,8 @@ import pytest
 import typer
 import yaml
 
+from fedloom.bench.dry import forecast
+from fedloom.bench.suite import load_suite
 from fedloom.cli import app
 from fedloom.config import parse_config
 from fedloom.methods import METHODS
@@ -52,6 +54,25 @@ def test_the_readmes_configuration_is_valid_and_its_method_table_complete() -> N
         assert kind.paper.removeprefix("arXiv ") in row
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.yaml")), ids=lambda p: p.name)
+CONFIGURATIONS = sorted([*(ROOT / "experiments").rglob("*.yaml"), *(ROOT / "configs").glob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_experiment_configurations_are_valid(path: Path) -> None:
-    parse_config(yaml.safe_load(path.read_text()), where=path.name)
+    if path.name == "suite.yaml":
+        assert load_suite(path)[1]
+    else:
+        parse_config(yaml.safe_load(path.read_text()), where=path.name)
+
+
+def test_the_papers_suite_is_complete_and_fits_what_the_paper_says() -> None:
+    """Every model is built on the meta device; the counts are the paper's (Table 5), and nothing is downloaded."""
+    _, cells = load_suite(ROOT / "experiments" / "paper" / "suite.yaml")
+    assert len(cells) == 5 * 3 * 2 + 2 * 3 * 2 + 5 * 3
+    sizes = {(c.label, c.config.backbone.name): forecast(c).trainable for c in cells if c.config.seed == 42}
+    llama, gemma = "meta-llama/Llama-3.2-3B", "google/gemma-2-2b"
+    assert sizes["fedweave", llama] == 10_750_468
+    assert sizes["fedweave", gemma] == 7_571_972
+    assert sizes["fedlease", llama] == 15_476_752
+    assert sizes["fedlease", gemma] == 11_118_608
+    assert sizes["fedit", llama] == 9_175_040

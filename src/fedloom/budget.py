@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from fedloom.adapters.inject import default_targets, target_modules
+from fedloom.adapters.native import find_native
 from fedloom.adapters.state import expected_shapes
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.types import AdapterSpec
 
@@ -46,7 +47,35 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "tie_word_embeddings": True,
     },
+    "switch-base-16": {
+        "model_type": "switch_transformers",
+        "vocab_size": 32128,
+        "d_model": 768,
+        "d_kv": 64,
+        "d_ff": 3072,
+        "num_layers": 12,
+        "num_decoder_layers": 12,
+        "num_heads": 12,
+        "num_experts": 16,
+        "expert_capacity": 64,
+        "num_sparse_encoder_layers": 6,
+        "num_sparse_decoder_layers": 6,
+        "tie_word_embeddings": True,
+    },
 }
+
+
+#: Hub name → the name here.
+HUB_NAMES = {
+    "meta-llama/Llama-3.2-3B": "llama-3.2-3b",
+    "google/gemma-2-2b": "gemma-2-2b",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "google/switch-base-16": "switch-base-16",
+}
+
+
+#: Names of backbones that come with the package.
+SHIPPED = ("tiny", "tiny-switch")
 
 
 @dataclass(frozen=True)
@@ -54,8 +83,10 @@ class Budget:
     """Trainable parameters and float32 bytes (FedWeave, Table 5 and Appendix B).
 
     Attributes:
+        experts: number of experts, of each mixture layer where the backbone comes with its own.
+        rank: rank per expert; 0 where the backbone's own experts are trained whole.
         lora: parameters of all experts.
-        router: parameters of all routers.
+        router: parameters of all routers, and of whatever else is trained.
         total: what the server keeps, and the most a client sends per round.
         signature: values of one bucket's signature, the B factors of one expert; 0 for methods without a probe.
     """
@@ -95,9 +126,11 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
     if experts < 1:
         raise ConfigError(f"--experts is {experts}; it must be at least 1.")
     config, model = architecture(backbone)
+    kind = METHODS[method]
+    if kind.native:
+        return _native_budget(backbone, method, model)
     targets = default_targets(config)
     shapes = target_modules(model, targets)
-    kind = METHODS[method]
     plain = AdapterSpec(targets, rank or kind.default_rank)
     spec = kind().deployed(plain, experts)
     sizes = {n: torch.Size(s).numel() for n, s in expected_shapes(spec, shapes, config.hidden_size).items()}
@@ -117,28 +150,52 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
     )
 
 
+def _native_budget(backbone: str, method: str, model: Any) -> Budget:
+    """Count a model whose own experts are trained, with everything around them."""
+    try:
+        native = find_native(model)
+    except AdapterError as error:
+        raise ConfigError(f"{METHODS[method].title} trains a model's own experts. {error}") from error
+    sizes = {name: slot.value.numel() for name, slot in native.slots().items()}
+    experts = sum(n for name, n in sizes.items() if name.startswith("experts/"))
+    total = sum(sizes.values())
+    return Budget(
+        backbone=backbone,
+        method=method,
+        experts=native.layers[0].experts,
+        rank=0,
+        backbone_parameters=sum(p.numel() for p in model.parameters()),
+        lora=experts,
+        router=total - experts,
+        total=total,
+        signature=0,
+    )
+
+
 def architecture(backbone: str) -> tuple[Any, Any]:
     """Return a backbone's transformers configuration and its model on the meta device.
 
     Raises:
         ConfigError: the name is unknown and no configuration can be read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     config = _config(backbone, AutoConfig)
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        return config, AutoModelForCausalLM.from_config(config)
+        return config, kind.from_config(config)
 
 
 def _config(backbone: str, loader: Any) -> Any:
+    backbone = HUB_NAMES.get(backbone, backbone)
     if backbone in ARCHITECTURES:
         fields = dict(ARCHITECTURES[backbone])
         return loader.for_model(fields.pop("model_type"), **fields)
-    if backbone == "tiny":
+    if backbone in SHIPPED:
         from fedloom.backbones.load import source_of
 
-        return loader.from_pretrained(source_of("tiny"))
+        return loader.from_pretrained(source_of(backbone))
     try:
         return loader.from_pretrained(backbone)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"unknown backbone {backbone!r}.{nearest(backbone, [*ARCHITECTURES, 'tiny'])}") from error
+        raise ConfigError(f"unknown backbone {backbone!r}.{nearest(backbone, [*ARCHITECTURES, *SHIPPED])}") from error
