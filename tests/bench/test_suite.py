@@ -82,9 +82,6 @@ def test_combinations_and_overlays() -> None:
     ]
     over = merged({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": {"z": 1}})
     assert over == {"a": {"x": 1, "y": 3}, "b": {"z": 1}}
-        "a": {"x": 1, "y": 3},
-        "b": {"z": 1},
-    }
 
 
 @pytest.mark.parametrize(
