@@ -49,9 +49,11 @@ def test_the_readmes_configuration_is_valid_and_its_method_table_complete() -> N
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     assert parse_config(yaml.safe_load(block)).federation.rounds == 20
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
     for name, kind in METHODS.items():
-        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
-        assert kind.paper.removeprefix("arXiv ") in row
+        (row,) = [line for line in rows if line.startswith(f"| `{name}` |")]
+        for fact in (kind.title, kind.paper.removeprefix("arXiv "), kind.aggregated, kind.local_only, kind.exact):
+            assert fact in row, f"README's row of {name} is old: python scripts/methods_table.py"
 
 
 CONFIGURATIONS = sorted([*(ROOT / "experiments").rglob("*.yaml"), *(ROOT / "configs").glob("*.yaml")])
