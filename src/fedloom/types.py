@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -16,6 +16,11 @@ Tensors = dict[str, torch.Tensor]
 
 #: Anything JSON can hold.
 Plain = Any
+
+#: Which hidden layer to look at: the last one; by index, 0 being the embeddings; or by a fraction of the depth.
+Layer = Literal["last"] | int | float
+#: What becomes of a prompt's tokens: their mean, or the last token's state.
+Pooling = Literal["mean", "last"]
 
 
 def component(name: str) -> str:
@@ -242,8 +247,8 @@ class Client(Protocol):
         """Return how many local steps an order asks of this client."""
         ...
 
-    def features(self) -> torch.Tensor:
-        """Return the frozen backbone's masked mean of the last hidden layer over each prompt, (n, hidden), float32."""
+    def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:
+        """Return a hidden layer of the frozen backbone, pooled over each prompt's tokens, (n, hidden), float32."""
         ...
 
     def load(self, tensors: Tensors, spec: AdapterSpec) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.runtime.memory import ClientMemory
-from fedloom.types import AdapterSpec, FitReport, Tensors, Training
+from fedloom.types import AdapterSpec, FitReport, Layer, Pooling, Tensors, Training
 
 
 class QuadraticClient:
@@ -34,7 +34,7 @@ class QuadraticClient:
         self.memory = memory or ClientMemory()
         self.values: Tensors = {}
 
-    def features(self) -> Tensor:
+    def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> Tensor:
         raise AssertionError("nothing here looks at features")
 
     def steps(self, training: Training) -> int:

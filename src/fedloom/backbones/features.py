@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedloom.backbones.load import Backbone
+from fedloom.errors import ConfigError
+from fedloom.types import Layer, Pooling
 
-#: Part of every cache key: change it when the definition below changes.
-DEFINITION = "masked mean of the last hidden layer over the prompt tokens, adapters off, float32, v1"
+#: Part of every cache key, with layer and pooling: change it when the definition below changes.
+DEFINITION = "a hidden layer, pooled over the prompt tokens, adapters off, float32, v2"
 
 TOKENS_PER_BATCH = 2048
 
@@ -31,6 +33,25 @@ def batches_by_length(lengths: Sequence[int], tokens: int = TOKENS_PER_BATCH, mo
     return groups
 
 
+def layer_index(layer: Layer, layers: int) -> int:
+    """Return how many blocks the states of a layer have gone through, 0 (embeddings) to ``layers``.
+
+    Args:
+        layer: ``last``; an index (int); or a fraction of the depth (float from 0.0 to 1.0), rounded to the nearest.
+        layers: the model's blocks.
+
+    Raises:
+        ConfigError: the model has no such layer.
+    """
+    index = layers if layer == "last" else round(layer * layers) if isinstance(layer, float) else int(layer)
+    if not 0 <= index <= layers:
+        raise ConfigError(
+            f"layer is {layer!r}, but the backbone has {layers} layers. "
+            f"Use 'last', an index from 0 to {layers}, or a fraction from 0.0 to 1.0."
+        )
+    return index
+
+
 def _arithmetic(backbone: Backbone) -> list[str | int]:
     """Return what decides the last bits of a product on this machine."""
     where = backbone.device
@@ -44,25 +65,32 @@ def prompt_features(
     backbone: Backbone,
     prompts: Sequence[Sequence[int]],
     *,
+    layer: Layer = "last",
+    pooling: Pooling = "mean",
     cache: Path | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Return the un-normalised masked mean of the last hidden layer over each prompt's tokens, (n, hidden) float32.
+    """Return a hidden layer pooled over each prompt's tokens, un-normalised, (n, hidden) float32.
 
-    Adapters must be off. The cache holds one file per *list* of prompts, keyed by backbone hash, definition, the
-    machine's arithmetic and token ids (which fix tokenizer, template and text). A value depends in its last bits on the
-    batch it was computed in, so a file per prompt would make a run's bits depend on which runs came before.
+    Adapters must be off. The defaults are FedWeave's: the mean of the last layer. The cache holds one file per *list*
+    of prompts, keyed by backbone hash, definition, layer and pooling, the machine's arithmetic and token ids (which fix
+    tokenizer, template and text). A value depends in its last bits on the batch it was computed in, so a file per
+    prompt would make a run's bits depend on which runs came before.
 
     Args:
         backbone: the frozen backbone.
         prompts: token ids of each templated prompt, none empty.
+        layer: see ``layer_index``.
+        pooling: ``mean`` over the tokens, or the ``last`` token's state.
         cache: folder of the cache; None computes without one.
         advance: called with the number of prompts done, for progress.
     """
+    depth = layer_index(layer, backbone.layers)
     path = None
     if cache is not None:
         texts = [list(p) for p in prompts]
-        key = hashlib.sha256(json.dumps([DEFINITION, _arithmetic(backbone), backbone.hash, texts]).encode()).hexdigest()
+        what = [DEFINITION, depth, pooling, _arithmetic(backbone), backbone.hash, texts]
+        key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
         path = cache / "features" / key[:2] / f"{key}.safetensors"
         if path.is_file():
             if advance:
@@ -76,8 +104,8 @@ def prompt_features(
         mask = torch.zeros(len(group), longest, 1)
         for row, index in enumerate(group):
             ids[row, : lengths[index]] = torch.as_tensor(prompts[index])
-            mask[row, : lengths[index]] = 1
-        hidden = backbone.hidden(ids.to(backbone.device)).float().cpu()
+            mask[row, lengths[index] - 1 if pooling == "last" else 0 : lengths[index]] = 1
+        hidden = backbone.hidden(ids.to(backbone.device), depth).float().cpu()
         features[group] = (hidden * mask).sum(1) / mask.sum(1)
         if advance:
             advance(len(group))

@@ -77,13 +77,24 @@ class Backbone:
         """Whether an encoder reads the prompt and a decoder writes the response."""
         return bool(self.config.is_encoder_decoder)
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden layer, (b, t, hidden), of right-padded ``ids`` (b, t).
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    def hidden(self, ids: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+        """Return a hidden layer, (b, t, hidden), of right-padded ``ids`` (b, t).
 
         No attention mask is passed: attention is causal, so padding on the right cannot reach an earlier position,
         and the fused causal kernel is faster than a masked one.
+
+        Args:
+            ids: token ids.
+            layer: how many blocks the states have gone through, 0 to ``layers``; None is the last layer, after the
+                model's final normalisation (as is ``layers``).
         """
-        return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        if layer is None or layer == self.layers:
+            return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return self.model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[layer]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (n, vocabulary) of selected hidden states (n, hidden)."""

@@ -17,17 +17,21 @@ from pydantic import Field
 from fedloom.errors import UpdateRejected
 from fedloom.methods.base import MethodOptions, Schema
 from fedloom.numerics.aggregate import RunningMean
-from fedloom.numerics.cluster import Buckets, align, bucketize, signature_distance
+from fedloom.numerics.cluster import Buckets, align, bucketize, signature_distance, standardise
 from fedloom.numerics.tree import place, take
-from fedloom.types import Client, Order, Plain, Replies, Reply, Tensors
+from fedloom.types import Client, Layer, Order, Plain, Pooling, Replies, Reply, Tensors
 
 
 class DiscoveryOptions(MethodOptions):
-    """How a client's examples fall into buckets. Defaults are FedWeave's (Appendix A)."""
+    """How a client's examples fall into buckets. Defaults are FedWeave's (Appendix A); docs/discovery.md compares."""
 
     clusterer: Literal["kmeans", "spectral", "agglomerative", "gaussian_mixture"] = "kmeans"
     max_buckets: int = Field(8, ge=1)
     restarts: int = Field(10, ge=1)
+    buckets: Literal["silhouette", "max", "gap"] = "silhouette"  # how their number is chosen
+    layer: Layer = "last"  # of the frozen backbone; the router's input stays the last
+    pooling: Pooling = "mean"
+    standardise: bool = False  # each coordinate over the client's examples, before ℓ2-normalisation
 
 
 class ExpertOptions(MethodOptions):
@@ -43,11 +47,15 @@ def find_buckets(client: Client, options: DiscoveryOptions) -> Buckets:
     """Cluster a client's examples by their ℓ2-normalised frozen features (n, hidden); with one bucket, take all."""
     if options.max_buckets == 1:
         return Buckets(np.zeros(client.size, np.int64), 1)
+    features = client.features(layer=options.layer, pooling=options.pooling)
+    if options.standardise:
+        features = standardise(features)
     return bucketize(
-        torch.nn.functional.normalize(client.features(), dim=1),
+        torch.nn.functional.normalize(features, dim=1),
         clusterer=options.clusterer,
         max_buckets=options.max_buckets,
         restarts=options.restarts,
+        choose=options.buckets,
         seed=client.seed("buckets"),
     )
 

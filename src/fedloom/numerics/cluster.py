@@ -14,11 +14,12 @@ from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
 
 from fedloom.errors import AdapterError, ConfigError, FedloomError, nearest
-from fedloom.numerics.seeding import derive_seed
+from fedloom.numerics.seeding import derive_seed, numpy_generator
 from fedloom.numerics.tree import assert_same_keys
 
 Array = np.ndarray[Any, Any]
 
+CHOICES = ("silhouette", "max", "gap")
 CLUSTERERS = ("kmeans", "spectral", "agglomerative", "gaussian_mixture")
 LINKAGES = ("average", "complete", "single")
 
@@ -73,12 +74,16 @@ def bucketize(
     min_buckets: int = 2,
     max_buckets: int = 8,
     restarts: int = 10,
+    choose: str = "silhouette",
     seed: int = 0,
 ) -> Buckets:
     """Partition a client's examples into buckets, C ∈ {2..min(max_buckets, n−1)} by highest mean Euclidean silhouette.
 
     The smallest C wins ties. One bucket if n is too small for any candidate or all rows are the same; none if n = 0.
     A candidate with more clusters than distinct rows, or of which the clusterer leaves a cluster empty, is left out.
+
+    Two other ways to choose C, which the paper has not: ``max`` takes the largest candidate (the alignment of buckets
+    may merge what belongs together); ``gap`` is ``gap_count``, which may find a single bucket.
 
     The paper names the clusterers (Table 3) but not their settings. Ours do not depend on the scale of the embeddings:
     spectral uses an RBF kernel with γ = 1 / total variance; agglomerative is Ward; gaussian_mixture has diagonal
@@ -90,8 +95,11 @@ def bucketize(
         min_buckets: smallest C, beside the one bucket of rows that cannot be parted.
         max_buckets: largest C.
         restarts: initialisations of k-means and of the mixture.
+        choose: ``silhouette``, ``max`` or ``gap``.
         seed: names the random stream.
     """
+    if choose not in CHOICES:
+        raise ConfigError(f"Unknown choice of the number of buckets {choose!r}.{nearest(choose, CHOICES)}")
     if clusterer not in CLUSTERERS:
         raise ConfigError(f"Unknown clusterer {clusterer!r}.{nearest(clusterer, CLUSTERERS)}")
     rows = _float64(embeddings)
@@ -107,13 +115,74 @@ def bucketize(
     if _all_same(rows):
         return Buckets(np.zeros(len(rows), np.int64), 1)
     distinct = len({row.tobytes() for row in rows + 0.0})  # + 0.0 turns −0.0 into 0.0
+    candidates = range(max(2, min_buckets), min(max_buckets, len(rows) - 1, distinct) + 1)
+    if choose == "max":
+        candidates = candidates[-1:]
+    elif choose == "gap" and candidates:
+        best = gap_count(
+            rows,
+            candidates[-1],
+            partition=lambda values, count: _cluster(values, clusterer, count, restarts, seed),
+            rng=numpy_generator(seed, "gap"),
+        )
+        if best == 1:
+            return Buckets(np.zeros(len(rows), np.int64), 1)
+        candidates = range(max(best, min_buckets), max(best, min_buckets) + 1)
     labels, silhouette, scores = _best_partition(
-        range(max(2, min_buckets), min(max_buckets, len(rows) - 1, distinct) + 1),
+        candidates,
         partition=lambda count: _cluster(rows, clusterer, count, restarts, seed),
         score=lambda labels: silhouette_score(rows, labels, metric="euclidean"),
         n=len(rows),
     )
     return Buckets(labels, int(labels.max()) + 1, silhouette, scores)
+
+
+def standardise(embeddings: torch.Tensor) -> torch.Tensor:
+    """Return rows (n, d) whose every coordinate has mean 0 and variance 1; a coordinate without spread becomes 0."""
+    centred = embeddings - embeddings.mean(dim=0)
+    spread = embeddings.std(dim=0, correction=0)
+    return torch.where(spread > _SAME_ROWS * embeddings.abs().amax(dim=0), centred / spread, 0.0)
+
+
+def gap_count(
+    rows: Array,
+    most: int,
+    *,
+    partition: Callable[[Array, int], Array],
+    rng: np.random.Generator,
+    references: int = 10,
+) -> int:
+    """Return the smallest k with Gap(k) ≥ Gap(k+1) − s_{k+1}, at most ``most`` (Tibshirani, Walther and Hastie 2001).
+
+    Gap(k) = mean over references of log W_k − log W_k of the rows, W_k the sum of squares within clusters; a reference
+    is uniform over the box along the rows' principal axes (their choice b); s_k = sd_k √(1 + 1/references).
+
+    Args:
+        rows: (n, d).
+        most: largest k.
+        partition: (rows, k) → labels, for k ≥ 2.
+        rng: draws the references.
+        references: number of reference sets.
+    """
+    left, singular, _ = np.linalg.svd(rows - rows.mean(axis=0), full_matrices=False)
+    axes = left * singular  # distances are the same along principal axes
+    low, high = axes.min(axis=0), axes.max(axis=0)
+
+    def log_within(values: Array) -> Array:
+        return np.log([_within(values, partition(values, k) if k > 1 else None) for k in range(1, most + 1)])
+
+    expected = np.stack([log_within(rng.uniform(low, high, axes.shape)) for _ in range(references)])
+    gap = expected.mean(axis=0) - log_within(axes)
+    spread = expected.std(axis=0) * np.sqrt(1 + 1 / references)
+    enough = np.flatnonzero(gap[:-1] >= gap[1:] - spread[1:])
+    return int(enough[0]) + 1 if enough.size else most
+
+
+def _within(rows: Array, labels: Array | None) -> float:
+    """Return the sum of squared distances to the own cluster's mean, at least the smallest positive number."""
+    groups = [rows] if labels is None else [rows[labels == c] for c in np.unique(labels)]
+    total = sum(float(((group - group.mean(axis=0)) ** 2).sum()) for group in groups)
+    return max(total, float(np.finfo(np.float64).tiny))
 
 
 @_one_thread

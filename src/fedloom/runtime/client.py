@@ -15,7 +15,7 @@ from torch import nn
 from fedloom.adapters.activations import Activations
 from fedloom.adapters.inject import Grafted, Slot, graft
 from fedloom.adapters.native_graft import NativeGraft
-from fedloom.backbones.features import prompt_features
+from fedloom.backbones.features import layer_index, prompt_features
 from fedloom.backbones.linear import quicken
 from fedloom.backbones.load import Backbone
 from fedloom.backbones.loss import token_losses, token_masks
@@ -23,7 +23,7 @@ from fedloom.data.tokenize import Encoded, collate
 from fedloom.numerics.seeding import derive_seed, generator
 from fedloom.runtime.batches import draw_batches, split_by_length
 from fedloom.runtime.memory import ClientMemory
-from fedloom.types import AdapterSpec, FitReport, Tensors, Training
+from fedloom.types import AdapterSpec, FitReport, Layer, Pooling, Tensors, Training
 
 
 class Rows:
@@ -32,18 +32,28 @@ class Rows:
     def __init__(self, encoded: Sequence[Encoded]) -> None:
         self.encoded = list(encoded)
         self.lengths = [len(e.ids) for e in self.encoded]
-        self._features: torch.Tensor | None = None
+        self._features: dict[tuple[int, Pooling], torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.encoded)
 
-    def features(self, bench: Workbench, advance: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Return the masked-mean features (n, hidden), float32; see ``backbones.features``."""
-        if self._features is None:
+    def features(
+        self,
+        bench: Workbench,
+        advance: Callable[[int], None] | None = None,
+        *,
+        layer: Layer = "last",
+        pooling: Pooling = "mean",
+    ) -> torch.Tensor:
+        """Return the features (n, hidden), float32; see ``backbones.features``. The router's input is the default."""
+        kind = layer_index(layer, bench.backbone.layers), pooling
+        if kind not in self._features:
             prompts = [e.ids[: e.prompt_length] for e in self.encoded]
             with bench.grafted.routing(None):
-                self._features = prompt_features(bench.backbone, prompts, cache=bench.cache, advance=advance)
-        return self._features
+                self._features[kind] = prompt_features(
+                    bench.backbone, prompts, layer=layer, pooling=pooling, cache=bench.cache, advance=advance
+                )
+        return self._features[kind]
 
 
 class Workbench:
@@ -88,8 +98,8 @@ class LocalClient:
             return training.steps
         return min(training.steps, training.epochs * math.ceil(self.size / training.batch_size))
 
-    def features(self) -> torch.Tensor:
-        return self.rows.features(self.bench)
+    def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:
+        return self.rows.features(self.bench, layer=layer, pooling=pooling)
 
     def seed(self, purpose: str) -> int:
         return derive_seed(self.run_seed, purpose, self.name, self.round)
