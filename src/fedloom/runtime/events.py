@@ -37,7 +37,7 @@ class RoundLog:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise self._damaged(f"line {number} is not JSON ({error})") from error
-            if not isinstance(record, dict) or type(record.get("round")) is not int:
+            if not _is_record(record):
                 raise self._damaged(f"line {number} is not the record of a round")
             records.append(record)
         return records
@@ -57,6 +57,15 @@ class RoundLog:
 
     def _damaged(self, why: str) -> DataError:
         return DataError(f"{self.path} is damaged: {why}. Restore it, or start the run anew with another --out.")
+
+
+def _is_record(found: Plain) -> bool:
+    """Return whether this can be the record of a round."""
+    if not isinstance(found, dict) or type(found.get("round")) is not int:
+        return False
+    sections = [found.get(key, {}) for key in ("clients", "weights", "quarantined", "evaluation")]
+    fits = all(isinstance(section, dict) for section in sections)
+    return fits and all(isinstance(client, dict) for client in sections[0].values())
 
 
 class Observer:
