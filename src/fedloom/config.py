@@ -95,6 +95,7 @@ class FederationConfig(Section):
     min_replies: int = Field(1, ge=1)
     max_examples: int = Field(10_000_000, ge=1)
     norm_factor: float = Field(100.0, gt=1)
+    max_reply_bytes: int = Field(2 << 30, ge=1)
 
 
 class TrainingConfig(Section):

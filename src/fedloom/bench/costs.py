@@ -19,8 +19,11 @@ NAMED = {"llama-3.2-3b": paper.LLAMA, "gemma-2-2b": paper.GEMMA}
 
 def budget_table(results: Results) -> Table:
     """Table 5: trainable parameters of every method in the suite, from the architectures alone."""
-    backbones = list(dict.fromkeys([*NAMED, *(s.backbone for s in results.settings)]))
+    own = list(dict.fromkeys(s.backbone for s in results.settings))
     names = list(dict.fromkeys(results.method(label) for label in results.labels()))
+    native = [name for name in names if name in METHODS and METHODS[name].native]
+    # The paper's backbones have no experts of their own.
+    backbones = list(dict.fromkeys([*(NAMED if len(native) < len(names) else ()), *own]))
     unknown = [name for name in names if name not in METHODS]
     columns = [
         Column("backbone"),
@@ -37,8 +40,11 @@ def budget_table(results: Results) -> Table:
     ]
     rows = []
     notes = [f"Counts exclude the frozen backbone and optimizer state; {EXPERTS} experts where a method has several."]
+    if native:
+        titles = listed([METHODS[name].title for name in native])
+        notes.append(f"{titles}: the backbone's own experts, of each mixture layer, stand under LoRA, at rank 0.")
     for backbone in backbones:
-        for method in (name for name in names if name in METHODS):
+        for method in (name for name in names if name in METHODS and (name not in native or backbone in own)):
             found = _budget(backbone, method)
             if isinstance(found, Budget):
                 rows.append(_budget_row(found))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
 from rich.text import Text
 
 from fedloom.adapters.inject import default_targets, graft
+from fedloom.adapters.native import ROUTERS, find_native
+from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.bench.suite import Cell
 from fedloom.budget import architecture
+from fedloom.config import Config
 from fedloom.types import AdapterSpec
 
 #: Assumed, and said so beside the figures: what a data-centre GPU sustains on these small batches, in FLOP/s.
@@ -25,12 +29,14 @@ class Forecast:
     """One cell's needs.
 
     Attributes:
-        trainable: parameters of adapters and routers that a client holds.
-        frozen: parameters of the backbone.
+        trainable: parameters that a client trains: of adapters and routers, or of a backbone with experts of its own.
+        frozen: the other parameters of the backbone.
         round_bytes: float32 bytes per client, round and direction, at most.
         total_bytes: both directions, all clients and rounds, at most.
-        memory: bytes on the device: frozen weights in bfloat16, adapters with gradients and AdamW moments, activations.
-        hours: local steps at the longest length and ``SUSTAINED``, without evaluation.
+        memory: bytes on the device: frozen weights in bfloat16, trained ones with gradients and AdamW moments in
+            float32, activations.
+        hours: local steps at the longest length and ``SUSTAINED``, without evaluation; of a mixture layer's experts a
+            token meets only those that it is sent to.
     """
 
     trainable: int
@@ -50,18 +56,26 @@ def forecast(cell: Cell) -> Forecast:
     """
     config = cell.config
     method = config.build_method()
+    adapter = config.adapter
     model_config, model = architecture(config.backbone.name)
-    targets = tuple(config.adapter.targets or default_targets(model_config))
-    rank = config.adapter.rank or method.default_rank
-    spec = method.deployed(AdapterSpec(targets, rank, config.adapter.alpha, config.adapter.dropout), EXPERTS)
-    frozen = sum(p.numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    met = _met(model, whole)
+    rank = adapter.rank or method.default_rank
     with torch.device("meta"):
-        grafted = graft(model, spec, model_config.hidden_size)
-    trainable = sum(slot.value.numel() for slot in grafted.parameters_by_name().values())
+        if adapter.native == "full":
+            slots = find_native(model).slots()
+        elif adapter.native == "lora":
+            slots = graft_expert_lora(model, rank, adapter.alpha).slots()
+        else:
+            targets = tuple(adapter.targets or default_targets(model_config))
+            spec = method.deployed(AdapterSpec(targets, rank, adapter.alpha, adapter.dropout), EXPERTS)
+            slots = graft(model, spec, model_config.hidden_size).parameters_by_name()
+    trainable = sum(slot.value.numel() for slot in slots.values())
+    frozen = whole - trainable if adapter.native == "full" else whole
     clients = config.data.benchmark.clients if config.data.benchmark else max(1, len(config.data.clients))
     rounds, training = config.federation.rounds, config.training
     cohort = max(1, round(clients * config.federation.participation))
-    tokens = training.steps * training.batch_size * config.data.max_length * cohort * rounds
+    tokens = _examples(config, cohort) * config.data.max_length * rounds
     width, layers = model_config.hidden_size, model_config.num_hidden_layers
     # About 34 bytes per token, layer and channel are kept for the backward pass in mixed precision.
     activations = 34 * training.batch_size * config.data.max_length * width * layers
@@ -71,8 +85,29 @@ def forecast(cell: Cell) -> Forecast:
         round_bytes=4 * trainable,
         total_bytes=2 * 4 * trainable * cohort * rounds,
         memory=2 * frozen + 16 * trainable + activations,
-        hours=4 * frozen * tokens / SUSTAINED / 3600,  # forward 2, backward through frozen weights 2
+        # Forward 2, backward through frozen weights 2, gradients of the backbone's own weights 2.
+        hours=(6 if adapter.native == "full" else 4) * met * tokens / SUSTAINED / 3600,
     )
+
+
+def _examples(config: Config, cohort: int) -> int:
+    """Return how many examples a round trains on, at most."""
+    training, benchmark = config.training, config.data.benchmark
+    steps = training.steps * training.batch_size * cohort
+    if training.epochs and benchmark is not None:  # all rows lie with the cohort, at most
+        return min(steps, training.epochs * benchmark.train * len(benchmark.tasks))
+    return steps
+
+
+def _met(model: Any, whole: int) -> int:
+    """Return the parameters that one token meets, of ``whole``: of native experts only the chosen ones."""
+    if getattr(model.config, "model_type", "") not in ROUTERS:
+        return whole
+    idle = 0.0
+    for layer in find_native(model).layers:
+        size = sum(slot.value.numel() for _, slot in layer.expert_slots())
+        idle += size * (1 - layer.top_k / layer.experts)
+    return whole - int(idle)
 
 
 def dry_table(cells: Sequence[Cell]) -> Table:

@@ -1,0 +1,75 @@
+"""What a model with experts of its own takes, counted by hand from the published dimensions of switch-base-16."""
+
+import pytest
+from bench_records import run, write
+
+from fedloom.bench.costs import budget_table
+from fedloom.bench.dry import SUSTAINED, forecast
+from fedloom.bench.results import load_results
+from fedloom.bench.suite import Cell
+from fedloom.budget import budget
+from fedloom.config import parse_config
+from fedloom.errors import ConfigError
+
+WIDTH, INNER, EXPERTS, SPARSE, VOCABULARY = 768, 3072, 16, 12, 32128
+EXPERT = 2 * WIDTH * INNER
+ATTENTION = (12 + 2 * 12) * 4 * WIDTH * 12 * 64  # encoder, decoder, and the decoder's look at the encoder
+# Feed-forward layers in every other block, routers, embeddings, norms of blocks and of both stacks, relative positions.
+REST = SPARSE * EXPERT + SPARSE * EXPERTS * WIDTH + VOCABULARY * WIDTH + (12 * 2 + 12 * 3 + 2) * WIDTH + 2 * 32 * 12
+
+
+def cell(native="full", **training):
+    plain = {
+        "method": {"name": "fedavg_moe"},
+        "backbone": {"name": "google/switch-base-16"},
+        "data": {
+            "benchmark": {"tasks": ["ag_news"], "clients": 10, "train": 1000, "skew": "label"},
+            "max_length": 100,
+        },
+        "adapter": {"native": native, "rank": 4},
+        "federation": {"rounds": 2},
+        "training": {"steps": 100_000, "epochs": 3, "batch_size": 8, **training},
+    }
+    return Cell("x", "fedavg_moe", "FedAvg", parse_config(plain))
+
+
+def test_every_parameter_is_trained():
+    found = budget("switch-base-16", "fcmoe", 4)
+    assert (found.experts, found.rank, found.lora) == (16, 0, SPARSE * EXPERTS * EXPERT)
+    assert found.total == found.backbone_parameters == SPARSE * EXPERTS * EXPERT + ATTENTION + REST
+    assert found.router == found.total - found.lora
+
+
+def test_a_method_for_native_experts_needs_some():
+    with pytest.raises(ConfigError, match=r"FC-MoE trains a model's own experts.*'llama'"):
+        budget("llama-3.2-3b", "fcmoe", 4)
+
+
+def test_forecast_of_whole_experts():
+    """Rows of an epoch, not the ceiling of steps; a token meets one expert of sixteen; forward 2, backward 4."""
+    found = forecast(cell())
+    whole = SPARSE * EXPERTS * EXPERT + ATTENTION + REST
+    assert (found.trainable, found.frozen, found.round_bytes) == (whole, 0, 4 * whole)
+    assert found.total_bytes == 2 * 4 * whole * 10 * 2
+    tokens = 2 * 3 * 1000 * 100
+    met = whole - SPARSE * (EXPERTS - 1) * EXPERT
+    assert found.hours == pytest.approx(6 * met * tokens / SUSTAINED / 3600)
+    few = forecast(cell(steps=5))  # five steps of each of ten clients are fewer than three epochs
+    assert few.hours == pytest.approx(found.hours * 5 * 8 * 10 / 3000)
+
+
+def test_forecast_of_loras_on_experts():
+    found = forecast(cell("lora"))
+    assert found.trainable == SPARSE * EXPERTS * 2 * 4 * (WIDTH + INNER)
+    assert found.frozen == SPARSE * EXPERTS * EXPERT + ATTENTION + REST
+
+
+def test_the_budget_table_counts_native_methods_on_their_own_backbone_only(tmp_path):
+    runs = [run("fcmoe", backbone="switch-base-16", method="fcmoe"), run("fedit", backbone="tiny")]
+    table = budget_table(load_results(write(tmp_path, runs)))
+    pairs = [(row[0].text, row[1].text) for row in table.rows]
+    assert ("switch-base-16", "FC-MoE") in pairs
+    assert ("Llama-3.2-3B", "FedIT") in pairs
+    assert [backbone for backbone, method in pairs if method == "FC-MoE"] == ["switch-base-16"]
+    only = budget_table(load_results(write(tmp_path, runs[:1])))
+    assert [(row[0].text, row[1].text) for row in only.rows] == [("switch-base-16", "FC-MoE")]
