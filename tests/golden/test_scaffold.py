@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from fedloom.methods.base import Method
 from fedloom.methods.fedit import FedIT
 from fedloom.methods.scaffold import Scaffold
 from fedloom.methods.server import ServerStep, server_step
+from fedloom.runtime.loop import Receipt
+from fedloom.runtime.wire import decode_reply, encode_reply
 from fedloom.types import Order, Reply, State, Tensors, Training
-from small_world import random_tensors
+from small_world import Wire, World, random_tensors
 
 METHOD = Scaffold()
 TRAINING = Training(steps=4, lr=0.1)
@@ -127,3 +130,21 @@ def test_what_goes_down_and_up() -> None:
     partial = Reply("a", {n: reply.send[n] for n in model}, {"examples": 7, "experts/0": 7})
     with pytest.raises(UpdateRejected, match="control variate"):
         METHOD.expected(order, partial)
+
+
+def test_a_control_variate_far_beyond_the_rounds_is_quarantined(tmp_path: Path) -> None:
+    """No optimiser step bounds Δc, so the round's other replies do: a 10⁶-fold one of four is left out by its norm."""
+    world = World(tmp_path)
+
+    def grow(orders: list[Order], receipts: list[Receipt]) -> list[Receipt]:
+        for receipt in receipts:
+            if receipt.client == "bob":
+                reply = decode_reply(receipt.path.read_bytes(), "bob", orders[0].round)
+                send = {n: t * 1e6 if n.startswith("control/") else t for n, t in reply.send.items()}
+                receipt.path.write_bytes(encode_reply(replace(reply, send=send), orders[0].round))
+        return receipts
+
+    world.run(Scaffold(), rounds=1, transport=Wire(world.simulator, grow))
+    quarantined = world.log.read()[-1]["quarantined"]
+    assert quarantined.keys() == {"bob"}
+    assert "times the lower median of the round" in quarantined["bob"]

@@ -89,7 +89,8 @@ class Usable:
         round: the round that it answers.
         counts: see ``Reply``.
         metrics: see ``Reply``.
-        size: ℓ2 norm of its whole change.
+        size: ℓ2 norm of its whole change, of what optimiser steps move.
+        free: ℓ2 norm of the rest, which only the other replies of the round can bound (control variates).
     """
 
     receipt: Receipt
@@ -97,6 +98,7 @@ class Usable:
     counts: dict[str, int]
     metrics: dict[str, float]
     size: float
+    free: float
 
 
 class Accepted:
@@ -277,7 +279,8 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     )
     if (size := norm(change)) > limit:
         raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
-    return Usable(receipt, order.round, reply.counts, reply.metrics, size)
+    free = norm({name: tensor for name, tensor in reply.send.items() if not method.stepped(name)})
+    return Usable(receipt, order.round, reply.counts, reply.metrics, size, free)
 
 
 def judge(
@@ -300,11 +303,12 @@ def judge(
             accepted.append(examine(method, asked[receipt.client], receipt, federation))
         except UpdateRejected as reason:
             quarantined[receipt.client] = printable(str(reason), MAX_REASON)
-    for index in reversed(absurd_norms([usable.size for usable in accepted], federation.norm_factor)):
-        usable = accepted.pop(index)
-        quarantined[usable.receipt.client] = (
-            f"its norm {usable.size:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
-        )
+    for what in ("size", "free"):
+        norms = [getattr(usable, what) for usable in accepted]
+        for index in reversed(absurd_norms(norms, federation.norm_factor)):
+            quarantined[accepted.pop(index).receipt.client] = (
+                f"its norm {norms[index]:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
+            )
     absent = sorted(asked.keys() - {r.client for r in receipts})
     if len(accepted) < federation.min_replies:
         raise RoundError(
