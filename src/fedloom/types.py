@@ -47,7 +47,9 @@ class AdapterSpec:
         slot_top: how many slots a token keeps, renormalised; 0 keeps all.
         base_delta: every targeted module has a frozen dense addition to its weight (FLoRA, FedEx-LoRA).
         native: the model's own experts are trained, and all of the above but ``rank`` and ``alpha`` is unused: ``full``
-            trains every parameter of the model, ``lora`` a LoRA on every expert. Empty: LoRA experts, as above.
+            trains every parameter of the model, ``lora`` a LoRA on every expert and the routers. Empty: LoRA experts,
+            as above.
+        kept: components of the native experts that this model has; its routers do not choose others. Empty: all.
     """
 
     targets: tuple[str, ...]
@@ -62,17 +64,19 @@ class AdapterSpec:
     slot_top: int = 0
     base_delta: bool = False
     native: str = ""
+    kept: tuple[str, ...] = ()
 
     @property
     def scaling(self) -> float:
         return self.alpha / self.rank
 
     def to_plain(self) -> dict[str, Plain]:
-        return {**asdict(self), "targets": list(self.targets), "slots": list(self.slots)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in ("targets", "slots", "kept")}}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Plain]) -> AdapterSpec:
-        return cls(**{**plain, "targets": tuple(plain["targets"]), "slots": tuple(plain.get("slots", ()))})
+        listed = {name: tuple(plain.get(name, ())) for name in ("slots", "kept")}
+        return cls(**{**plain, **listed, "targets": tuple(plain["targets"])})
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,10 @@ class Client(Protocol):
 
     def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:
         """Return a hidden layer of the frozen backbone, pooled over each prompt's tokens, (n, hidden), float32."""
+        ...
+
+    def activations(self) -> dict[str, int]:
+        """Return how many tokens of all its examples each native expert processes under what is loaded, untrained."""
         ...
 
     def load(self, tensors: Tensors, spec: AdapterSpec) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,24 @@ from torch import Tensor, nn
 from fedloom.adapters.activations import Activations
 from fedloom.adapters.inject import Slot, unwrap
 from fedloom.adapters.moe_lora import Routing
-from fedloom.adapters.native import find_native
-from fedloom.adapters.native_lora import WeightLoRA, graft_expert_lora
+from fedloom.adapters.native import NamedTensors, NativeModel, find_native
+from fedloom.adapters.native_lora import NativeLoRA, WeightLoRA, graft_expert_lora
+from fedloom.adapters.native_mask import check_kept, open_only
+from fedloom.adapters.state import check_names_and_shapes
 from fedloom.errors import AdapterError
-from fedloom.types import AdapterSpec, Tensors
+from fedloom.types import AdapterSpec, Tensors, component
 
 
 class NativeGraft:
-    """A mixture-of-experts model whose own parameters (``full``) or LoRAs on its experts (``lora``) are trained.
+    """A mixture-of-experts model that is trained whole (``full``), or LoRAs on its experts and its routers (``lora``).
+
+    A specification that names experts in ``kept`` makes it a model of these experts only: the others' tensors are not
+    read or loaded, and routers do not choose them.
 
     Attributes:
         model: the model, trained in place.
         spec: what is trained.
-        initial: the tensors as they were in the backbone; ``routing(None)`` computes with them.
+        initial: all tensors as they were in the backbone; ``routing(None)`` computes with them.
         router: always None: the model's own routers choose experts.
     """
 
@@ -33,47 +38,55 @@ class NativeGraft:
 
     def __init__(self, model: nn.Module, spec: AdapterSpec) -> None:
         self.model = model
-        self.spec = spec
+        self.spec = replace(spec, kept=())
         self.shapes: dict[str, tuple[int, int]] = {}
         self.hidden_size = 0
+        self.named: NativeModel | NativeLoRA
         if spec.native == "full":
             unwrap(model).requires_grad_(True)
-            self.named: Any = find_native(model)
+            self.named = find_native(model)
         elif spec.native == "lora":
-            self.named = graft_expert_lora(model, spec.rank, spec.alpha)
+            self.named = graft_expert_lora(model, spec.rank, spec.alpha, train_routers=True)
         else:
             raise AdapterError(f"Native experts are trained 'full' or by 'lora', not {spec.native!r}.")
         self.initial: Tensors = self.named.read()
+        self.respec(spec)
 
     def respec(self, spec: AdapterSpec) -> None:
-        """Accept the specification it was made with."""
-        if spec != self.spec:
-            raise AdapterError("What is trained of a native model is fixed when it is grafted.")
+        """Change which experts are kept; all else is fixed. What was closed before holds no agreed values: load."""
+        if replace(spec, kept=()) != replace(self.spec, kept=()):
+            raise AdapterError("What is trained of a native model is fixed when it is grafted, but for kept experts.")
+        check_kept(self.named.layers, spec.kept)
+        self.spec = spec
+        open_only(self.named.layers, spec.kept)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy flat tensors into the model; missing, unknown or misshapen keys are AdapterErrors."""
-        self.named.load(tensors)
+        slots = self.parameters_by_name()
+        check_names_and_shapes(tensors, {name: tuple(slot.value.shape) for name, slot in slots.items()})
+        for name, slot in slots.items():
+            slot.value.copy_(tensors[name])
 
     def read(self) -> Tensors:
         """Return a detached float32 copy of every trained tensor by flat name."""
-        found: Tensors = self.named.read()
-        return found
+        return NamedTensors(self.parameters_by_name()).read()
 
     def parameters_by_name(self) -> dict[str, Slot]:
-        """Return flat name → where it lives."""
-        slots: dict[str, Slot] = self.named.slots()
-        return slots
+        """Return flat name → where it lives, without experts that are not kept."""
+        kept = self.spec.kept
+        slots = self.named.slots().items()
+        return {n: s for n, s in slots if not kept or not n.startswith("experts/") or component(n) in kept}
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Return all trained Parameters but the routers', each once."""
+        """Return all trained Parameters but the routers', each once, kept or not: their order does not change."""
         return self._parameters(routing=False)
 
     def router_parameters(self) -> list[nn.Parameter]:
-        """Return the routers' Parameters; empty where only LoRAs are trained."""
+        """Return the routers' Parameters."""
         return self._parameters(routing=True)
 
     def _parameters(self, *, routing: bool) -> list[nn.Parameter]:
-        slots = self.parameters_by_name().items()
+        slots = self.named.slots().items()
         chosen = {id(s.parameter): s.parameter for name, s in slots if name.startswith("router/") == routing}
         return list(chosen.values())
 
@@ -87,16 +100,18 @@ class NativeGraft:
 
     @contextmanager
     def routing(self, routing: Routing) -> Iterator[None]:
-        """Compute with the trained tensors inside or, for None, with those of the backbone."""
+        """Compute with the trained tensors inside or, for None, with those of the backbone and all its experts."""
         if routing is not None:
             yield
             return
-        trained = self.read()
-        self.load(self.initial)
+        trained = self.named.read()
+        self.named.load(self.initial)
+        open_only(self.named.layers, ())
         try:
             yield
         finally:
-            self.load(trained)
+            self.named.load(trained)
+            open_only(self.named.layers, self.spec.kept)
 
     def train(self) -> None:
         """Train as the model's authors do, with its own dropout; where only LoRAs are trained there is none."""
@@ -109,6 +124,8 @@ class NativeGraft:
     @contextmanager
     def merged(self) -> Iterator[nn.Module]:
         """Give the bare model with the trained tensors in its own weights, to be saved; restored afterwards."""
+        if self.spec.kept:
+            raise AdapterError("A model of some experts only cannot be saved as a model of its family.")
         if self.spec.native == "full":
             yield self.model
             return
@@ -120,12 +137,12 @@ class NativeGraft:
                 for name, A, B in zip(module.names, module.A, module.B, strict=True):
                     W = module.base.get_parameter(name)
                     W.add_((B @ A).to(W.dtype), alpha=module.scaling)
-        self.named.remove()
+        self.named.remove()  # type: ignore[union-attr]
         try:
             yield self.model
         finally:
             with torch.no_grad():
                 for W, value in before:
                     W.copy_(value)
-            self.named = graft_expert_lora(self.model, self.spec.rank, self.spec.alpha)
+            self.named = graft_expert_lora(self.model, self.spec.rank, self.spec.alpha, train_routers=True)
             self.load(factors)

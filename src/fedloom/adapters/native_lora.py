@@ -66,14 +66,16 @@ class NativeLoRA(NamedTensors):
     """A frozen model whose own experts carry LoRA. Made by ``graft_expert_lora``.
 
     Tensors: ``<name>.lora_A`` (r, in) and ``<name>.lora_B`` (out, r) for every expert's ``<name>``
-    (``experts/model.layers.0.mlp.2/gate_up_proj``).
+    (``experts/model.layers.0.mlp.2/gate_up_proj``); with ``train_routers`` also ``router/<parameter>``, whole.
 
     Attributes:
         model: the model, changed in place.
         layers: its mixture layers, in model order.
     """
 
-    def __init__(self, model: nn.Module, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, model: nn.Module, rank: int, alpha: float, generator: torch.Generator, *, train_routers: bool
+    ) -> None:
         native = find_native(model)
         inner = unwrap(model)
         self.model = model
@@ -95,8 +97,12 @@ class NativeLoRA(NamedTensors):
                 slots[f"{name}.lora_A"] = Slot(A, slot.expert)
                 slots[f"{name}.lora_B"] = Slot(B, slot.expert)
                 shapes[name] = (slot.value.shape[0], slot.value.shape[1])
-        super().__init__(slots)
-        self.load(pick_expert(lora_init(shapes, rank, 1, generator), 0))
+        routers = {n: slot for n, slot in native.slots().items() if n.startswith("router/")} if train_routers else {}
+        for slot in routers.values():
+            slot.parameter.requires_grad_(True)
+        super().__init__(slots | routers)
+        drawn = pick_expert(lora_init(shapes, rank, 1, generator), 0)
+        self.load(drawn | {name: slot.value for name, slot in routers.items()})
 
     def slots(self) -> dict[str, Slot]:
         if not self._bases:
@@ -104,8 +110,12 @@ class NativeLoRA(NamedTensors):
         return super().slots()
 
     def remove(self) -> nn.Module:
-        """Put the original experts back, restore which parameters train, and return the bare model."""
+        """Put the original experts back, restore which parameters train, and return the bare model.
+
+        Trained routers stay as they are: ``load`` what they were first to have the model back.
+        """
         inner = unwrap(self.model)
+        inner.requires_grad_(False)
         for path, base in self._bases.items():
             inner.set_submodule(path, base)
         for parameter in self._trained_before:
@@ -115,7 +125,12 @@ class NativeLoRA(NamedTensors):
 
 
 def graft_expert_lora(
-    model: nn.Module, rank: int, alpha: float, generator: torch.Generator | None = None
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    generator: torch.Generator | None = None,
+    *,
+    train_routers: bool = False,
 ) -> NativeLoRA:
     """Freeze ``model`` and put a LoRA on every weight of its own experts, in place.
 
@@ -127,7 +142,8 @@ def graft_expert_lora(
         rank: rank per expert and weight.
         alpha: LoRA alpha.
         generator: source of the first A; default seed 0.
+        train_routers: also train the routers themselves: without, new experts are chosen as the old ones were.
     """
     if rank < 1:
         raise AdapterError(f"A LoRA needs rank ≥ 1, got {rank}.")
-    return NativeLoRA(model, rank, alpha, generator or torch.Generator().manual_seed(0))
+    return NativeLoRA(model, rank, alpha, generator or torch.Generator().manual_seed(0), train_routers=train_routers)

@@ -15,11 +15,12 @@ from torch import nn
 from fedloom.adapters.activations import Activations
 from fedloom.adapters.inject import Grafted, Slot, graft
 from fedloom.adapters.native_graft import NativeGraft
-from fedloom.backbones.features import layer_index, prompt_features
+from fedloom.backbones.features import batches_by_length, layer_index, prompt_features
 from fedloom.backbones.linear import quicken
 from fedloom.backbones.load import Backbone
 from fedloom.backbones.loss import token_losses, token_masks
 from fedloom.data.tokenize import Encoded, collate
+from fedloom.errors import AdapterError
 from fedloom.numerics.seeding import derive_seed, generator
 from fedloom.runtime.batches import draw_batches, split_by_length
 from fedloom.runtime.memory import ClientMemory
@@ -100,6 +101,19 @@ class LocalClient:
 
     def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:
         return self.rows.features(self.bench, layer=layer, pooling=pooling)
+
+    @torch.no_grad()
+    def activations(self) -> dict[str, int]:
+        grafted, backbone = self.bench.grafted, self.bench.backbone
+        if not isinstance(grafted, NativeGraft):
+            raise AdapterError("Activations are counted of native experts; this backbone carries LoRA experts.")
+        grafted.eval()
+        with grafted.activations() as seen:
+            for group in batches_by_length(self.rows.lengths):
+                batch = collate([self.rows.encoded[i] for i in group], backbone.tokenizer.pad_token_id)
+                seen.masks(**token_masks(backbone, batch))
+                token_losses(backbone, batch)
+        return seen.counts()
 
     def seed(self, purpose: str) -> int:
         return derive_seed(self.run_seed, purpose, self.name, self.round)
@@ -202,6 +216,8 @@ class LocalClient:
         stored = {n: t for n, t in self.memory.tensors.items() if n.startswith("optimizer/")}
         if training.optimizer_state == "keep" and stored:
             for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                if f"optimizer/{index}/step" not in stored:
+                    continue  # an expert that has had no token yet
                 moments = {key: stored[f"optimizer/{index}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
                 optimizer.state[parameter] = {
                     key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
