@@ -214,3 +214,26 @@ def test_what_is_written_down_is_what_was_read(file: Path, tmp_path: Path) -> No
     again.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
     assert load_config(again) == config
     assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"backbone": {"threads": 10**12}}, r"'backbone\.threads' is 1000000000000"),
+        ({"training": {"lr": 1e300}}, r"'training\.lr' is 1e\+300"),
+        ({"adapter": {"rank": 10**9}}, r"'adapter\.rank' is 1000000000"),
+        ({"adapter": {"alpha": 1e308}}, r"'adapter\.alpha'"),
+        ({"evaluation": {"routing": ["top" + "9" * 5000]}}, "routing"),
+        ({"data": {"clients": {"a": "a.jsonl"}, "test": {"macro": "t.jsonl"}}}, "'macro' names the mean over tasks"),
+        ({"method": {"name": "fedweave", "router_hidden": 10**9}}, r"'method\.router_hidden'"),
+        ({"method": {"name": "ffa_lora"}, "server": {"aggregation": "product-svd"}}, "FFA-LoRA"),
+    ],
+)
+def test_absurd_sizes_and_reserved_names_are_refused(plain: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"data": {"clients": {"a": "a.jsonl"}}} | plain)
+
+
+def test_a_path_of_nobody_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="~nobody-there"):
+        parse_config({"data": {"clients": {"a": "~nobody-there/a.jsonl"}}}, base=tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
@@ -27,7 +27,7 @@ class BackboneConfig(Section):
     name: str = "tiny"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
 
 
 class BenchmarkConfig(Section):
@@ -66,8 +66,15 @@ class DataConfig(Section):
     synthetic: SyntheticConfig | None = None
     clients: dict[str, str] = Field(default_factory=dict)
     test: dict[str, str] = Field(default_factory=dict)
-    max_length: int = Field(512, ge=8)
+    max_length: int = Field(512, ge=8, le=1_000_000)
     strict: bool = False
+
+    @field_validator("test")
+    @classmethod
+    def _free_names(cls, test: dict[str, str]) -> dict[str, str]:
+        if "macro" in test:
+            raise ValueError("'macro' names the mean over tasks; give the task another name")
+        return test
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -83,14 +90,14 @@ class AdapterConfig(Section):
     """
 
     targets: list[str] | None = None
-    rank: int | None = Field(None, ge=1)
-    alpha: float = Field(16.0, gt=0)
+    rank: int | None = Field(None, ge=1, le=4096)
+    alpha: float = Field(16.0, gt=0, lt=1e9)
     dropout: float = Field(0.05, ge=0, lt=1)
     native: Literal["full", "lora"] | None = None
 
 
 class FederationConfig(Section):
-    rounds: int = Field(20, ge=0)
+    rounds: int = Field(20, ge=0, le=1_000_000)
     participation: float = Field(1.0, gt=0, le=1)
     min_replies: int = Field(1, ge=1)
     max_examples: int = Field(10_000_000, ge=1)
@@ -101,11 +108,11 @@ class FederationConfig(Section):
 class TrainingConfig(Section):
     """Local optimisation; defaults are FedWeave's."""
 
-    steps: int = Field(10, ge=1)
-    epochs: int = Field(0, ge=0)
-    batch_size: int = Field(8, ge=1)
-    lr: float = Field(1e-4, ge=0)
-    router_lr: float = Field(5e-5, ge=0)
+    steps: int = Field(10, ge=1, le=1_000_000)
+    epochs: int = Field(0, ge=0, le=1000)
+    batch_size: int = Field(8, ge=1, le=65536)
+    lr: float = Field(1e-4, ge=0, le=10)
+    router_lr: float = Field(5e-5, ge=0, le=10)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, ge=0)
     optimizer_state: Literal["reset", "keep"] = "reset"
@@ -152,7 +159,7 @@ class EvaluationConfig(Section):
     @model_validator(mode="after")
     def _known_routing(self) -> EvaluationConfig:
         for mode in self.routing:
-            if not re.fullmatch(r"soft|top[1-9]\d*", mode):
+            if not re.fullmatch(r"soft|top[1-9]\d{0,3}", mode):
                 raise ValueError(f"routing {mode!r} is none of soft, top1, top2, …")
         if not self.routing:
             raise ValueError("routing needs at least one of soft, top1, top2, …")
@@ -251,7 +258,10 @@ def _anchored(config: Config, base: Path) -> Config:
     """Make the data's relative paths relative to the configuration's folder."""
 
     def place(path: str) -> str:
-        return str((base / Path(path).expanduser()).resolve())
+        try:
+            return str((base / Path(path).expanduser()).resolve())
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"the path {path!r} cannot be used: {error}.") from error
 
     data = config.data
     update: dict[str, Any] = {

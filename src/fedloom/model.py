@@ -124,7 +124,8 @@ def load_model(
     spec = _checked_spec(folder, about)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
-    loaded = load_backbone(backbone or recorded["name"], dtype=recorded["dtype"], device=device)
+    own = str(folder / "backbone") if spec.native else None  # a model whose own experts were trained
+    loaded = load_backbone(own or backbone or recorded["name"], dtype=recorded["dtype"], device=device)
     if loaded.hash != recorded["hash"]:
         raise ModelFolderError(
             f"{folder} was trained on {recorded['name']!r} with hash {recorded['hash'][:12]}…, but the backbone found "
@@ -134,6 +135,10 @@ def load_model(
         raise ModelFolderError(f"{folder} was trained with another tokenizer than {loaded.name!r} has.")
     if dtype is not None:
         loaded.model.to(DTYPES[dtype])
+    if spec.native:
+        if bad := [name for name, p in loaded.model.named_parameters() if not torch.isfinite(p).all()]:
+            raise ModelFolderError(f"{folder}: {bad[0]!r} holds NaN or infinity. The model is damaged; train it again.")
+        return LoadedModel(about, Workbench(loaded, spec, cache_dir()))
     tensors = _stored_tensors(folder, spec, target_modules(loaded.model, spec.targets), loaded.hidden_size)
     bench = Workbench(loaded, spec, cache_dir())
     bench.load(tensors, spec)

@@ -109,7 +109,7 @@ def load_expert(folder: str | Path, shapes: Shapes) -> tuple[Tensors, dict[str, 
         raise AdapterError(f"{folder} has no {WEIGHTS}.{hint}")
     try:
         stored = load_bytes((folder / WEIGHTS).read_bytes())
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise AdapterError(f"{folder / WEIGHTS} is not a readable safetensors file: {error}.") from error
     bare = {}
     for key, tensor in stored.items():
@@ -134,7 +134,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise AdapterError(f"{file} does not exist: {file.parent} is not a PEFT adapter folder.")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{file} is not JSON: {error}.") from error
     if not isinstance(fields, dict):
         raise AdapterError(f"{file} must hold a JSON object.")

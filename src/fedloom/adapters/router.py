@@ -97,7 +97,7 @@ def route(logits: Tensor, mode: str) -> Tensor | None:
         return logits.float().softmax(dim=-1)
     if mode == "top1":
         return logits.argmax(dim=-1)
-    if not re.fullmatch(r"top[1-9]\d*", mode):
+    if not re.fullmatch(r"top[1-9]\d{0,3}", mode):
         raise AdapterError(f"Unknown routing {mode!r}. Use 'top1', 'top2', …, 'soft' or 'off'.")
     k = int(mode.removeprefix("top"))
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[

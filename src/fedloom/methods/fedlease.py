@@ -36,7 +36,7 @@ class ClusterOptions(ExpertOptions):
 
 
 class FedLEASEOptions(ClusterOptions):
-    router_hidden: int = Field(512, ge=1)
+    router_hidden: int = Field(512, ge=1, le=65536)
 
 
 class FedLEASE(Method):

@@ -39,7 +39,7 @@ __all__ = ["FedWeave", "schedule"]
 class MixtureOptions(ExpertOptions):
     """What FedWeave and its ablations share."""
 
-    router_hidden: int = Field(512, ge=1)
+    router_hidden: int = Field(512, ge=1, le=65536)
 
 
 class FedWeaveOptions(DiscoveryOptions, MixtureOptions):
