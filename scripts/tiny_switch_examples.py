@@ -13,8 +13,8 @@ from tiny_training import Row, epoch_tokens
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 SENTINELS = 16
-WINDOW, WINDOWS, TASKS = 128, 8, 24  # tokens of a window; windows and task examples a step
-NOISE, SPAN = 0.25, 3  # share of a window that is hidden, mean length of a hidden span
+WINDOW, WINDOWS, TASKS = 128, 8, 12  # tokens of a window; windows and task examples a step
+NOISE, SPAN = 0.4, 4  # share of a window that is hidden, mean length of a hidden span
 PROMPT = 128  # longest prompt of a task
 LISTED = 280  # most characters of what a response is read from, so that it fits into the prompt
 Pair = tuple[list[int], list[int]]  # what the encoder reads, what the decoder writes

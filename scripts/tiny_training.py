@@ -100,9 +100,20 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
 
 
-def make_optimizer(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
-    groups = [{"params": [p], "weight_decay": WEIGHT_DECAY if p.ndim > 1 else 0.0} for p in model.parameters()]
+def make_optimizer(model: PreTrainedModel, lr: float, *, scaled: bool = False) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only.
+
+    With ``scaled`` there is no decay, and each tensor's learning rate is in proportion to its root mean square at the
+    start, as in Adafactor (Shazeer and Stern 2018, section 8): T5's weights start at sizes that differ fifty-fold.
+    """
+    groups = [
+        {
+            "params": [p],
+            "weight_decay": WEIGHT_DECAY if p.ndim > 1 and not scaled else 0.0,
+            "scale": p.detach().square().mean().sqrt().item() if scaled else 1.0,
+        }
+        for p in model.parameters()
+    ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -115,7 +126,7 @@ def train_step(
 ) -> float:
     """Take one step on ``batch`` and return the loss."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["scale"]
     loss = loss_of(model, batch)
     optimizer.zero_grad()
     loss.backward()
@@ -181,6 +192,7 @@ def load_checkpoint(path: Path, model: PreTrainedModel, optimizer: torch.optim.O
 
 def train(
     model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
     batches: Callable[[], Iterator[Item]],
     loss_of: Callable[[Any, Item], torch.Tensor],
     peak: float,
@@ -196,6 +208,7 @@ def train(
 
     Args:
         model: trained in place.
+        optimizer: of ``make_optimizer``.
         batches: begins the endless series of batches, the same one each time.
         loss_of: loss of the model on a batch.
         peak: highest learning rate.
@@ -206,7 +219,6 @@ def train(
         minutes: training time to aim at.
         resume: go on from the checkpoint.
     """
-    optimizer = make_optimizer(model, peak)
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = work / "checkpoint.safetensors"
     if resume:

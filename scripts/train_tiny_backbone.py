@@ -31,6 +31,7 @@ from tiny_training import (
     epoch_tokens,
     export,
     load_split,
+    make_optimizer,
     render,
     train,
 )
@@ -229,6 +230,7 @@ def main(
     model = build_model(tokenizer, seed)
     run = train(
         model,
+        make_optimizer(model, PEAK_LR),
         lambda: batches(rows, tokenizer, seed),
         loss_of,
         PEAK_LR,

@@ -45,6 +45,7 @@ from tiny_training import (
     cpu_name,
     export,
     load_split,
+    make_optimizer,
     train,
 )
 from torch.nn import functional as F
@@ -59,7 +60,7 @@ from transformers import (
 from fedloom.errors import BackboneError, FedloomError
 
 EXPERTS, CAPACITY = 16, 64
-PEAK_LR, BALANCE, Z = 6e-3, 1e-2, 1e-3
+PEAK_LR, BALANCE, Z = 4e-2, 5e-2, 1e-3
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> SwitchTransformersForConditionalGeneration:
@@ -254,10 +255,10 @@ Tokens beyond the capacity of their expert, which pass by the residual only: {dr
 
 `python scripts/train_tiny_switch.py --data DIR --out DIR --steps {run.steps} --threads {threads} --seed {run.seed}`
 
-{run.steps:,} steps, AdamW, peak learning rate {PEAK_LR:g}, cosine with warm-up, balance loss × {BALANCE:g} and z-loss ×
-{Z:g} of each sparse layer without padding; {run.seconds / 60:.1f} minutes on an {cpu_name()} processor (threads:
-{threads}, shared with other work), with Python {platform.python_version()}, torch {torch.__version__.split("+")[0]},
-transformers {transformers.__version__}.
+{run.steps:,} steps, AdamW, peak learning rate {PEAK_LR:g} × each tensor's root mean square at the start, cosine with
+warm-up; balance loss × {BALANCE:g} and z-loss × {Z:g} of each sparse layer, without padding. {run.seconds / 60:.1f}
+minutes on an {cpu_name()} processor (threads: {threads}, shared with other work), with Python
+{platform.python_version()}, torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}.
 
 Licence: MIT, as the data.
 """
@@ -294,6 +295,7 @@ def main(
     model = build_model(words, seed)
     run = train(
         model,
+        make_optimizer(model, PEAK_LR, scaled=True),
         lambda: batches(rows, words, seed),
         loss_of,
         PEAK_LR,
