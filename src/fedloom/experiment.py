@@ -77,7 +77,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
         clients=tuple(sorted(name for name, rows in data.clients.items() if len(rows))),
         initial=bench.grafted.read() if spec.native else {},
     )
-    if method.has_probe:
+    if method.has_probe and not spec.native:
         observer.phase("features", sum(map(len, data.clients.values())) + sum(map(len, data.test.values())))
         for rows in [*data.clients.values(), *data.test.values()]:
             rows.features(bench, observer.advance)

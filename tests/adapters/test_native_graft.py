@@ -164,7 +164,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("mixtral", "fcmoe", "full"),
         ("mixtral", "fedavg_moe", "lora"),
+        ("mixtral", "fedmoe", "full"),
         ("switch_transformers", "fcmoe", "lora"),
+        ("switch_transformers", "fedmoe", "lora"),
     ],
 )
 def test_a_run_trains_a_model_that_its_folder_holds(

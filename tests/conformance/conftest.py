@@ -43,6 +43,8 @@ def structure(kind: type[Method]) -> tuple[bool, ...]:
 FEDERATED = sorted(name for name, kind in METHODS.items() if not kind.pooled)
 SENDING = [name for name in FEDERATED if sends_tensors(METHODS[name])]
 PROBING = [name for name in FEDERATED if METHODS[name].has_probe]
+#: A native method asks how often each expert is used: numbers only.
+PROBING_BY_TENSORS = [name for name in PROBING if not METHODS[name].native]
 #: The first method of each structure.
 REPRESENTATIVES = sorted({structure(METHODS[name]): name for name in reversed(FEDERATED)}.values())
 

@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedloom.errors import UpdateRejected
+from fedloom.methods.base import Method
 from fedloom.methods.fcmoe import FCMoE, FCMoEOptions, retained
+from fedloom.methods.fedavg_moe import FedAvgMoE
 from fedloom.numerics.aggregate import project_conflicts
 from fedloom.runtime.memory import ClientMemory
-from fedloom.types import AdapterSpec, Reply, State, Tensors
+from fedloom.runtime.quarantine import check_reply
+from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training
 
 SPEC = AdapterSpec((), native="full")
 UNITS = ("experts/a.mlp.0", "experts/a.mlp.1", "experts/b.mlp.0")
@@ -180,3 +184,27 @@ def test_nothing_is_retained_without_a_last_update_or_with_zero_parameters() -> 
     memory = ClientMemory({f"update/{UNITS[0]}/wi": torch.ones(4, 3), f"update/{UNITS[0]}/wo": torch.ones(3, 4)})
     assert not any(t.any() for t in retained(now, memory, FCMoEOptions()).values())
     assert retained(now, memory, FCMoEOptions(retention=0.0)) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: r.send.update({"experts/a.mlp.9/wi": torch.ones(4, 3)}), r"unknown, first 'experts/a\.mlp\.9/wi'"),
+        (lambda r: [r.send.pop(f"{UNITS[1]}/{part}") for part in PARTS], r"missing, first 'experts/a\.mlp\.1/wi'"),
+        (lambda r: r.counts.update({"experts/a.mlp.9": 5}), r"unknown component 'experts/a\.mlp\.9'"),
+        (lambda r: r.values["activations"].update({"experts/a.mlp.9": 5}), r"not send: 'experts/a\.mlp\.9'"),
+        (lambda r: r.values["activations"].pop(UNITS[2]), r"it sends: 'experts/b\.mlp\.0'"),
+        (lambda r: r.values["activations"].update({UNITS[0]: 1.5}), r"'experts/a\.mlp\.0' are 1\.5, not a number"),
+    ],
+)
+@pytest.mark.parametrize("method", [FCMoE(), FedAvgMoE()])
+def test_an_expert_that_is_not_there_or_not_sent_is_refused_by_name(method: Method, change: Any, reason: str) -> None:
+    state, replies = scene("random")
+    order = Order("fit", "ann", 5, state.tensors, SPEC, Training())
+    spoilt = Reply(
+        "ann", dict(replies[0].send), dict(replies[0].counts), values={"activations": dict(CLIENTS["ann"][1])}
+    )
+    check_reply(spoilt, method.expected(order, spoilt))
+    change(spoilt)
+    with pytest.raises(UpdateRejected, match=reason):
+        check_reply(spoilt, method.expected(order, spoilt))

@@ -11,6 +11,7 @@ from fedloom.methods.fedex_lora import FedExLoRA
 from fedloom.methods.fedit import FedIT
 from fedloom.methods.fedlease import FedLEASE
 from fedloom.methods.fedlease_adaptive import FedLEASEAdaptive
+from fedloom.methods.fedmoe import FedMoE
 from fedloom.methods.fedprox import FedProx
 from fedloom.methods.fedrouter import FedRouter
 from fedloom.methods.fedsa_lora import FedSALoRA
@@ -34,6 +35,7 @@ METHODS: dict[str, type[Method]] = {
     "fedit": FedIT,
     "fedlease": FedLEASE,
     "fedlease_adaptive": FedLEASEAdaptive,
+    "fedmoe": FedMoE,
     "fedprox": FedProx,
     "fedrouter": FedRouter,
     "fedsa_lora": FedSALoRA,
