@@ -138,7 +138,9 @@ class LocalClient:
         """See ``types.Client.fit``."""
         grafted = self.bench.grafted
         slots = grafted.parameters_by_name()
-        frozen = [slot for name, slot in slots.items() if trainable is not None and not trainable(name)]
+        frozen = [
+            s for n, s in slots.items() if trainable is not None and s.parameter.requires_grad and not trainable(n)
+        ]
         optimizer = self._optimizer(grafted, training)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         draws = draw_batches(
