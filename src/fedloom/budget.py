@@ -191,11 +191,9 @@ def _config(backbone: str, loader: Any) -> Any:
     if backbone in ARCHITECTURES:
         fields = dict(ARCHITECTURES[backbone])
         return loader.for_model(fields.pop("model_type"), **fields)
-    if backbone in SHIPPED:
-        from fedloom.backbones.load import source_of
+    from fedloom.backbones.load import source_of
 
-        return loader.from_pretrained(source_of(backbone))
     try:
-        return loader.from_pretrained(backbone)
+        return loader.from_pretrained(source_of(backbone) if backbone in SHIPPED else backbone)
     except (OSError, ValueError) as error:
         raise ConfigError(f"unknown backbone {backbone!r}.{nearest(backbone, [*ARCHITECTURES, *SHIPPED])}") from error

@@ -80,7 +80,7 @@ def loss_bars(results: Results, setting: Setting) -> Picture | None:
 
     text = "; ".join(f"{results.title(label)} {number(found.mean, 3)}" for label, found in stats.items())
     title = f"Macro loss by method, lower is better ({setting.text})"
-    return _picture("table1_loss", title, text, (8, 1.2 + 0.38 * len(labels)), draw)
+    return picture_of("table1_loss", title, text, (8, 1.2 + 0.38 * len(labels)), draw)
 
 
 def routing_maps(results: Results, setting: Setting) -> Picture | None:
@@ -130,12 +130,12 @@ def routing_maps(results: Results, setting: Setting) -> Picture | None:
         for label, rows in gates.items()
     )
     inches = (1.9 + 0.72 * sum(widths), 1.1 + 0.5 * len(tasks))
-    return _picture("fig2_routing", f"Mean gate of each expert, per task ({setting.text})", text, inches, draw)
+    return picture_of("fig2_routing", f"Mean gate of each expert, per task ({setting.text})", text, inches, draw)
 
 
 def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
     """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3)."""
-    same = [s for s in results.settings if s.backbone == main.backbone and s.get(axis) is not None]
+    same = [s for s in results.settings if s.get(axis) is not None and s.differs(main) <= {axis}]
     places = sorted({s.get(axis) for s in same}, key=lambda v: (str(type(v)), v))
     lines: dict[str, dict[str, list[tuple[int, Stat]]]] = {}
     for metric in ("score", "loss"):
@@ -156,7 +156,7 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
             for label, points in found.items():
                 xs, means = [at for at, _ in points], [s.mean or 0.0 for _, s in points]
                 sds = [s.sd or 0.0 for _, s in points]
-                _line(axes, xs, means, hue[label], order.index(label), main=label == MAIN)
+                draw_line(axes, xs, means, hue[label], order.index(label), main=label == results.main)
                 low, high = ([m + sign * s for m, s in zip(means, sds)] for sign in (-1, 1))
                 axes.fill_between(xs, low, high, color=hue[label], alpha=0.13, linewidth=0)
             axes.set_xticks(range(len(places)), [str(p) for p in places])
@@ -169,7 +169,7 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
     drawn = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
     title = f"Macro {' and '.join(lines)} over {AXES[axis]}, band: ± one sd ({main.backbone})"
     inches = (7.5, 0.4 + len(lines) * max(2.7, 0.24 * max(map(len, lines.values()))))
-    return _picture(f"fig3_{axis}", title, f"Lines of {', '.join(drawn)}.", inches, draw)
+    return picture_of(f"fig3_{axis}", title, f"Lines of {', '.join(drawn)}.", inches, draw)
 
 
 def quality_against_time(results: Results, setting: Setting) -> Picture | None:
@@ -190,7 +190,7 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
             axes.plot(xs, ys, color=hue[label], linewidth=1, alpha=0.5)
             for (seconds, quality), x, y in zip(found.values(), xs, ys, strict=True):
                 axes.errorbar(x, y, xerr=seconds.sd, yerr=quality.sd, color=hue[label], capsize=3, linewidth=1.2)
-                axes.plot(x, y, "o", color=hue[label], markersize=8 if label == MAIN else 6)
+                axes.plot(x, y, "o", color=hue[label], markersize=8 if label == results.main else 6)
         axes.margins(0.16)
         named = [(x.mean or 0.0, y.mean or 0.0, f"{visible(results.title(label))} {mode}", hue[label])
                  for label, found in points.items() for mode, (x, y) in found.items()]  # fmt: skip
@@ -204,7 +204,7 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
         for mode, (t, q) in found.items()
     )
     title = f"One expert or several: macro {metric} against time, ± one sd ({setting.text})"
-    return _picture("fig4_routing_cost", title, text, (7, 4.2), draw)
+    return picture_of("fig4_routing_cost", title, text, (7, 4.2), draw)
 
 
 def loss_curves(results: Results, setting: Setting) -> Picture | None:
@@ -228,7 +228,7 @@ def loss_curves(results: Results, setting: Setting) -> Picture | None:
         axes = figure.subplots()
         for label, points in lines.items():
             rounds, losses = [at for at, _ in points], [loss for _, loss in points]
-            _line(axes, rounds, losses, hue[label], order.index(label), main=label == MAIN)
+            draw_line(axes, rounds, losses, hue[label], order.index(label), main=label == results.main)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("macro test loss")
@@ -240,7 +240,7 @@ def loss_curves(results: Results, setting: Setting) -> Picture | None:
         for label, points in lines.items()
     )
     title = f"Macro test loss over the rounds, mean over seeds ({setting.text})"
-    return _picture("loss_curves", title, text, (7.5, max(3.8, 0.9 + 0.24 * len(lines))), draw)
+    return picture_of("loss_curves", title, text, (7.5, max(3.8, 0.9 + 0.24 * len(lines))), draw)
 
 
 def _quality_points(
@@ -267,14 +267,16 @@ def _rows(figure: Figure, count: int) -> list[Axes]:
     return list(figure.subplots(count, 1, squeeze=False)[:, 0])
 
 
-def _line(axes: Axes, xs: Sequence[Any], ys: Sequence[Any], colour: str, index: int, *, main: bool) -> None:
-    """Draw a line told apart by colour, dash and marker; FedWeave's is the thick one."""
+def draw_line(axes: Axes, xs: Sequence[Any], ys: Sequence[Any], colour: str, index: int, *, main: bool) -> None:
+    """Draw a line told apart by colour, dash and marker; the main method's is the thick one."""
     axes.plot(xs, ys, color=colour, linewidth=2.6 if main else 1.5, marker=MARKERS[index % len(MARKERS)],
               markersize=6 if main else 4.5, linestyle="-" if main else DASHES[index % len(DASHES)],
               zorder=3 if main else 2)  # fmt: skip
 
 
-def _picture(name: str, title: str, text: str, inches: tuple[float, float], draw: Callable[[Figure], None]) -> Picture:
+def picture_of(
+    name: str, title: str, text: str, inches: tuple[float, float], draw: Callable[[Figure], None]
+) -> Picture:
     with rc_context(PAGE_STYLE):
         figure = Figure(figsize=inches, layout="constrained", facecolor="white")
         figure.suptitle(visible(title), fontsize=11, fontweight="bold", x=0.01, ha="left", wrap=True)

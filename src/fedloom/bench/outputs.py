@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.bench.costs import budget_table, cost_table
+from fedloom.bench.fcmoe_figures import fcmoe_figures
+from fedloom.bench.fcmoe_tables import fcmoe_tables
 from fedloom.bench.figures import all_figures
 from fedloom.bench.reading import reading
 from fedloom.bench.report import render
@@ -31,8 +33,9 @@ def write_outputs(out: Path, suite_title: str, notes: Sequence[str] = ()) -> lis
     """
     results = load_results(out)
     comparisons = Comparisons(results)
-    tables = [*all_tables(results, comparisons), budget_table(results), cost_table(results)]
-    pictures = all_figures(results)
+    tables = [*fcmoe_tables(results, comparisons), *all_tables(results, comparisons)]
+    tables += [budget_table(results), cost_table(results)]
+    pictures = [*fcmoe_figures(results), *all_figures(results)]
     page = render(suite_title, notes, results, tables, pictures, reading(results, comparisons))
     files: dict[Path, bytes] = {}
     for table in tables:

@@ -8,11 +8,12 @@ from fedloom.bench import paper
 from fedloom.bench.layout import p_words, signed
 from fedloom.bench.results import ABLATIONS, MAIN, Results, Setting
 from fedloom.bench.significance import Comparisons, Difference
+from fedloom.methods import METHODS
 from fedloom.report.wording import number
 
 METRICS = ("loss", "score")
-#: The paper's closest baseline; where a suite lacks it, the trend over settings is against FedIT.
-RIVALS = ("fedlease", "fedit")
+#: The papers' closest baselines; where a suite lacks them, the trend over settings is against FedIT or FedAvg.
+RIVALS = ("fedlease", "fedit", "fedmoe", "fedavg_moe")
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ def sentence(a: str, b: str, metric: str, found: Difference | None, where: str =
 
 
 def reading(results: Results, comparisons: Comparisons) -> list[Section]:
-    """Return the sections for the main setting, and FedWeave against its rival over all settings."""
+    """Return the sections for the main setting, and the main method against its rival over all settings."""
     main = results.settings[0]
-    if MAIN not in results.labels(main):
-        return [Section(main.text, ("FedWeave has no result in this setting, so nothing is compared with it.",))]
+    if results.main not in results.labels(main):
+        title = METHODS[results.main].title
+        return [Section(main.text, (f"{title} has no result in this setting, so nothing is compared with it.",))]
     sections = [
         _baselines(results, comparisons, main),
         _ablations(results, comparisons, main),
@@ -68,16 +70,16 @@ def reading(results: Results, comparisons: Comparisons) -> list[Section]:
 
 
 def _baselines(results: Results, comparisons: Comparisons, setting: Setting) -> Section:
-    title = results.title(MAIN)
+    title = results.title(results.main)
     found = []
     for label in results.compared(setting):
-        if label != MAIN and results.has_global_model(label) and not results.is_variant(label):
+        if label != results.main and results.has_global_model(label) and not results.is_variant(label):
             other = results.title(label) + (" (pooled data)" if results.is_pooled(label) else "")
             found += [
-                sentence(title, other, m, comparisons.labels(setting, MAIN, label, m))
+                sentence(title, other, m, comparisons.labels(setting, results.main, label, m))
                 for m in _measured(results, setting)
             ]
-    return Section(f"FedWeave against each baseline ({setting.text})", tuple(found))
+    return Section(f"{title} against each baseline ({setting.text})", tuple(found))
 
 
 def _ablations(results: Results, comparisons: Comparisons, setting: Setting) -> Section:
@@ -85,10 +87,11 @@ def _ablations(results: Results, comparisons: Comparisons, setting: Setting) -> 
     for label in results.labels(setting):
         if results.is_variant(label):
             for metric in _measured(results, setting):
-                difference = comparisons.labels(setting, label, MAIN, metric)
-                said = sentence(results.title(label), results.title(MAIN), metric, difference)
+                difference = comparisons.labels(setting, label, results.main, metric)
+                said = sentence(results.title(label), results.title(results.main), metric, difference)
                 found.append(said + _printed(paper.ABLATION.get((label, metric)), setting))
-    words = "Ablations and variants" if set(ABLATIONS) & set(results.labels(setting)) else "Variants of FedWeave"
+    ablated = set(ABLATIONS) & set(results.labels(setting)) or results.main != MAIN
+    words = "Ablations and variants" if ablated else f"Variants of {results.title(results.main)}"
     return Section(f"{words} ({setting.text})", tuple(found))
 
 
@@ -109,9 +112,9 @@ def _routing(results: Results, comparisons: Comparisons, setting: Setting) -> Se
 
 
 def _trend(results: Results, comparisons: Comparisons, backbone: str) -> Section:
-    """FedWeave against its rival in every setting of the backbone; each setting is a comparison of its own."""
+    """The main method against its rival in every setting of the backbone; each setting is a comparison of its own."""
     settings = sorted(
-        (s for s in results.settings if s.backbone == backbone and MAIN in results.labels(s)),
+        (s for s in results.settings if s.backbone == backbone and results.main in results.labels(s)),
         key=lambda s: [(name, value if isinstance(value, int | float) else 0.0, str(value)) for name, value in s.axes],
     )
     rival = next((r for r in RIVALS if sum(r in results.labels(s) for s in settings) > 1), None)
@@ -121,16 +124,16 @@ def _trend(results: Results, comparisons: Comparisons, backbone: str) -> Section
     for metric in METRICS:
         for setting in settings:
             if rival in results.labels(setting) and metric in _measured(results, setting):
-                difference = comparisons.labels(setting, MAIN, rival, metric)
-                said = sentence(results.title(MAIN), results.title(rival), metric, difference, setting.text)
+                difference = comparisons.labels(setting, results.main, rival, metric)
+                said = sentence(results.title(results.main), results.title(rival), metric, difference, setting.text)
                 printed = paper.OVER_FEDLEASE.get((setting.get("alpha"), metric)) if rival == "fedlease" else None
                 found.append(said + (f" Paper, {paper.LLAMA}: {signed(printed.value)}." if printed else ""))
-    return Section(f"FedWeave against {results.title(rival)} in every setting", tuple(found))
+    return Section(f"{results.title(results.main)} against {results.title(rival)} in every setting", tuple(found))
 
 
 def _measured(results: Results, setting: Setting) -> list[str]:
-    """Return the metrics that FedWeave has in this setting: without generation there is no score to miss."""
-    return [m for m in METRICS if any(c.measured(m) is not None for c in results.of(setting, MAIN))]
+    """Return the metrics that the main method has in this setting: without generation there is no score to miss."""
+    return [m for m in METRICS if any(c.measured(m) is not None for c in results.of(setting, results.main))]
 
 
 def _printed(printed: paper.Printed | None, setting: Setting) -> str:

@@ -16,9 +16,11 @@ from fedloom.types import Plain
 
 #: The method that all others are compared with, and what stands for it without one of its parts (FedWeave, Table 2).
 MAIN = "fedweave"
+#: The same where a backbone's own experts are trained; its ablations are labels of its own method.
+NATIVE_MAIN = "fcmoe"
 ABLATIONS = ("fedweave_wo_prototype_expert", "fedweave_wo_client_router")
 #: What a suite may vary beside backbone, method and seed; a record holds null where it does not apply.
-AXES = {"alpha": "α", "mixing": "mixing", "separability": "separability", "drift": "drift"}
+AXES = {"tasks": "task", "alpha": "α", "mixing": "mixing", "separability": "separability", "drift": "drift"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Setting:
     def get(self, axis: str) -> Plain:
         return dict(self.axes).get(axis)
 
+    def differs(self, other: Setting) -> set[str]:
+        """Return the axes, or ``backbone``, in which two settings differ."""
+        ours, theirs = ({"backbone": s.backbone, **dict(s.axes)} for s in (self, other))
+        return {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
+
     @property
     def text(self) -> str:
         return ", ".join([self.backbone, *(f"{AXES[name]} = {value}" for name, value in self.axes)])
@@ -64,7 +71,7 @@ class Setting:
     @property
     def slug(self) -> str:
         """A part of a file name."""
-        parts = [self.backbone, *(f"{name}{value}" for name, value in self.axes)]
+        parts = [self.backbone, *(v if isinstance(v, str) else f"{name}{v}" for name, v in self.axes)]
         return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", part).strip("-.") or "x" for part in parts)
 
 
@@ -125,18 +132,30 @@ class Results:
         """Return the labels of a setting, or of all, in order of appearance."""
         return list(dict.fromkeys(c.label for c in self.cells if setting is None or c.setting == setting))
 
+    @property
+    def main(self) -> str:
+        """The label that all others are compared with."""
+        labels = self.labels()
+        return NATIVE_MAIN if NATIVE_MAIN in labels and MAIN not in labels else MAIN
+
     def compared(self, setting: Setting) -> list[str]:
-        """Return the labels of the main comparison: without ablations and variants of FedWeave, unless that is all."""
+        """Return the labels of the main comparison, without ablations and variants, unless that is all."""
         labels = self.labels(setting)
         return [label for label in labels if not self.is_variant(label)] or labels
 
     def is_variant(self, label: str) -> bool:
-        return label in ABLATIONS or (self.method(label) == MAIN and label != MAIN)
+        method = self.method(label)
+        return label in ABLATIONS or (method in (MAIN, NATIVE_MAIN) and label != method)
 
     def is_pooled(self, label: str) -> bool:
         """Return whether a label is no federation at all, a reference that takes part in no ranking."""
         method = METHODS.get(self.method(label))
         return method is not None and method.pooled
+
+    def is_native(self, label: str) -> bool:
+        """Return whether a label trains experts that the backbone comes with."""
+        method = METHODS.get(self.method(label))
+        return method is not None and method.native
 
     def of(self, setting: Setting, label: str) -> list[Cell]:
         """Return the cells of a label, by seed."""

@@ -18,6 +18,7 @@ from fedloom.errors import ConfigError, nearest
 
 #: Short names for what a cell may vary; they stand in cell names and result columns.
 AXES = {
+    "data.benchmark.tasks": "",
     "data.benchmark.alpha": "alpha",
     "data.synthetic.mixing": "mixing",
     "data.synthetic.separability": "separability",

@@ -53,7 +53,7 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
         return None
     tasks = results.tasks(setting)
     measures = [(task, metric) for task in [*tasks, "macro"] for metric in ("score", "loss")]
-    backbones = (paper.LLAMA, paper.GEMMA) if setting.get("alpha") == paper.ALPHA else ()
+    backbones = (paper.LLAMA, paper.GEMMA) if setting.get("alpha") == paper.ALPHA and results.main == MAIN else ()
     printed = [(backbone, metric) for backbone in backbones for metric in ("score", "loss")]
     columns = [
         Column("method"),
@@ -302,6 +302,9 @@ def _backbone_row(results: Results, setting: Setting, measures: Sequence[tuple[s
 def _routing_words(results: Results, setting: Setting, labels: Sequence[str]) -> str:
     cells = [cell for label in labels for cell in results.of(setting, label) if cell.mode]
     routed = {results.title(c.label): c.mode for c in cells if (c.get("experts") or 1) > 1}
+    native = [results.title(label) for label in labels if results.is_native(label)]
+    if native and len(native) == len(labels):
+        return "the backbone's own, of every token"
     if not routed:
         return "none, every method has one adapter"
     return "; ".join(f"{title} {mode}" for title, mode in routed.items()) + "; the others have one adapter"

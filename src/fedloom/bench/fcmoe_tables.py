@@ -1,0 +1,295 @@
+"""The FC-MoE paper's tables, for methods that train a backbone's own experts; its numbers in columns of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fedloom.bench import fcmoe_paper as paper
+from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, ranks, stat, value, words
+from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat
+from fedloom.bench.significance import Comparisons
+from fedloom.bench.tables import INTERVALS, MEANS, RANKED
+from fedloom.report.wording import number
+
+BASELINE = "fedavg_moe"
+#: Share of the baseline's last accuracy that counts as converged (Figure 3a; the paper does not state its target).
+TARGET = 0.95
+MEASURES = ("accuracy", "precision", "recall")
+AGAINST = f"Paper: {paper.BACKBONE}, of a size that it does not state"
+
+
+def fcmoe_tables(results: Results, comparisons: Comparisons) -> list[Table]:
+    """Return every table that the results can fill; none without a method for native experts."""
+    tasks = dict.fromkeys(task for setting in native_settings(results) for task in classified(results, setting))
+    found: list[Table | None] = [accuracy_table(results, comparisons, task) for task in tasks]
+    found += [
+        ablation_table(results, comparisons),
+        local_table(results),
+        convergence_table(results),
+        conflict_table(results),
+    ]
+    return [table for table in found if table is not None]
+
+
+def native_settings(results: Results) -> list[Setting]:
+    """Return the settings with a method for native experts, by backbone, task and α."""
+    found = [s for s in results.settings if any(results.is_native(label) for label in results.labels(s))]
+    return sorted(found, key=lambda s: (s.backbone, str(s.get("tasks")), s.get("alpha") or 0.0, s.text))
+
+
+def classified(results: Results, setting: Setting) -> list[str]:
+    """Return the tasks whose generated labels were compared with the true ones."""
+    cells = [cell for label in results.labels(setting) for cell in results.of(setting, label)]
+    return list(dict.fromkeys(task for cell in cells for task in classes(cell)))
+
+
+def classes(cell: Cell) -> Mapping[str, Mapping[str, float]]:
+    """Return task → ``classification.label_metrics`` of a cell's global model."""
+    return cell.get("routing", cell.mode or "", "classes") or {}
+
+
+def native_labels(results: Results, setting: Setting) -> list[str]:
+    """Return the labels of the main comparison that train native experts, FC-MoE last as in the paper."""
+    labels = [label for label in results.compared(setting) if results.is_native(label)]
+    return sorted(labels, key=lambda label: label == NATIVE_MAIN)
+
+
+def ablated_labels(results: Results, setting: Setting) -> list[str]:
+    """Return FC-MoE's ablations in the paper's order, its other variants, and FC-MoE; none without a variant."""
+    variants = [x for x in results.labels(setting) if results.is_native(x) and results.is_variant(x)]
+    order = list(paper.ABLATION["ag_news"])
+    variants.sort(key=lambda label: order.index(label) if label in order else len(order))
+    whole = [NATIVE_MAIN] if NATIVE_MAIN in results.labels(setting) else []
+    return [*variants, *whole] if variants else []
+
+
+def accuracy_table(results: Results, comparisons: Comparisons, task: str) -> Table | None:
+    """Table I: the global model's accuracy, macro precision and macro recall of one task, for every α."""
+    settings = [s for s in native_settings(results) if task in classified(results, s)]
+    alone = all(results.tasks(s) == [task] for s in settings)  # then the macro score is this task's accuracy
+    columns = [
+        *_where(settings),
+        Column("method"),
+        Column("seeds"),
+        *(Column(measure, STAT) for measure in MEASURES),
+        *([Column("accuracy", DIFFERENCE, group="minus FC-MoE:")] if alone else []),
+        *(Column(measure, group="paper:") for measure in MEASURES),
+    ]
+    rows: list[list[Entry]] = []
+    for setting in settings:
+        labels = native_labels(results, setting)
+        stats = {
+            measure: {
+                label: results.stat(setting, label, lambda c, m=measure: classes(c).get(task, {}).get(m))  # type: ignore[misc]
+                for label in labels
+            }
+            for measure in MEASURES
+        }
+        marks = {measure: _marks(found) for measure, found in stats.items()}
+        for label in labels:
+            seeds = len(results.of(setting, label))
+            printed = paper.GLOBAL.get(task, {}).get(label, {}).get(setting.get("alpha"), (None, None, None))
+            rows.append(
+                [
+                    *_place(setting, settings),
+                    words(results.title(label)),
+                    value(seeds, str),
+                    *(marked(stat(stats[m][label], seeds), marks[m].get(label, "")) for m in MEASURES),
+                    *([_against(comparisons, setting, label)] if alone else []),
+                    *(value(theirs) for theirs in printed),
+                ]
+            )
+    notes = [MEANS, RANKED, *([INTERVALS] if alone else [])]
+    notes.append("Precision and recall are plain means over labels; an answer that is no label counts as wrong.")
+    notes.append(f"{AGAINST}. {paper.TABLE1}.")
+    return Table(f"fcmoe_table1_{task}", f"Global model by label skew: {task}", columns, rows, notes) if rows else None
+
+
+def ablation_table(results: Results, comparisons: Comparisons) -> Table | None:
+    """Table II: FC-MoE without one of its parts, by test and local accuracy."""
+    settings = [s for s in native_settings(results) if ablated_labels(results, s)]
+    if not settings:
+        return None
+    columns = [
+        *_where(settings),
+        Column("method"),
+        Column("seeds"),
+        Column("test accuracy", STAT),
+        Column("local accuracy", STAT),
+        Column("test accuracy", DIFFERENCE, group="minus FC-MoE:"),
+        Column("test accuracy", group="paper:"),
+        Column("local accuracy", group="paper:"),
+    ]
+    rows = []
+    for setting in settings:
+        labels = ablated_labels(results, setting)
+        tests = {label: results.stat(setting, label, global_accuracy) for label in labels}
+        homes = {label: results.stat(setting, label, local_accuracy) for label in labels}
+        test_marks, home_marks = _marks(tests), _marks(homes)
+        for label in labels:
+            seeds = len(results.of(setting, label))
+            same = setting.get("alpha") == paper.ALPHA and len(results.tasks(setting)) == 1
+            printed = paper.ABLATION.get(results.tasks(setting)[0], {}).get(label) if same else None
+            rows.append(
+                [
+                    *_place(setting, settings),
+                    words(results.title(label)),
+                    value(seeds, str),
+                    marked(stat(tests[label], seeds), test_marks.get(label, "")),
+                    marked(stat(homes[label], seeds), home_marks.get(label, "")),
+                    _against(comparisons, setting, label),
+                    *(value(theirs) for theirs in printed or (None, None)),
+                ]
+            )
+    notes = [MEANS, RANKED, INTERVALS, LOCAL, f"{AGAINST}. {paper.TABLE2}."]
+    return Table("fcmoe_table2", "FC-MoE without one of its parts", columns, rows, notes)
+
+
+LOCAL = (
+    "Local accuracy: each client's own model on test rows of its labels, weighed as its training rows are; "
+    "a plain mean over clients. The paper does not say on which rows it measures it."
+)
+
+
+def local_table(results: Results) -> Table | None:
+    """The numbers behind Figure 3b: local accuracy over clients."""
+    keys = {"mean": "mean", "spread": "spread over clients", "worst": "worst client"}
+    settings = [s for s in native_settings(results) if _any(results, s, local_accuracy)]
+    columns = [*_where(settings), Column("method"), Column("seeds"), Column("client's model")]
+    columns += [Column(head, STAT, group="local accuracy:") for head in keys.values()]
+    rows = []
+    for setting in settings:
+        labels = native_labels(results, setting)
+        stats = {key: {label: results.stat(setting, label, local(key)) for label in labels} for key in keys}
+        marks = {key: _marks(found, lowest=key == "spread") for key, found in stats.items()}
+        for label in labels:
+            cells = results.of(setting, label)
+            own = "its own" if cells[0].get("personal") else "the shared one"
+            entries = (marked(stat(stats[k][label], len(cells)), marks[k].get(label, "")) for k in keys)
+            rows.append(
+                [*_place(setting, settings), words(results.title(label)), value(len(cells), str), words(own), *entries]
+            )
+    return Table("fcmoe_local", "Local accuracy over clients", columns, rows, [MEANS, RANKED, LOCAL]) if rows else None
+
+
+def convergence_table(results: Results) -> Table | None:
+    """The numbers behind Figure 3a: rounds until the global model is nearly as good as FedAvg's last one."""
+    settings = [s for s in native_settings(results) if any(targets(results, s).values())]
+    columns = [*_where(settings), Column("method"), Column("seeds"), Column("target accuracy", STAT)]
+    columns += [Column("seeds that reach it"), Column("rounds", STAT)]
+    rows = []
+    for setting in settings:
+        goals = targets(results, setting)
+        found = {label: rounds_to_target(results, setting, label) for label in native_labels(results, setting)}
+        stats = {label: Stat.of(by_seed.values()) for label, by_seed in found.items()}
+        marks = _marks(stats, lowest=True)
+        for label, by_seed in found.items():
+            if by_seed:
+                rows.append(
+                    [
+                        *_place(setting, settings),
+                        words(results.title(label)),
+                        value(len(by_seed), str),
+                        stat(Stat.of(goals[seed] for seed in by_seed), len(by_seed)),
+                        value(stats[label].n, str),
+                        marked(stat(stats[label], len(by_seed), lambda v: number(v, 1)), marks.get(label, "")),
+                    ]
+                )
+    notes = [
+        MEANS,
+        f"Target: {TARGET:.0%} of the accuracy that FedAvg has after its last round, of each seed.",
+        "Rounds: the first measured round whose global model has it; the mean is over seeds that reach it.",
+        "The paper's Figure 3a states neither its target nor its numbers.",
+    ]
+    return Table("fcmoe_fig3a", "Rounds to a target accuracy", columns, rows, notes) if rows else None
+
+
+def conflict_table(results: Results) -> Table | None:
+    """How often clients' updates of an expert oppose their consensus, over all rounds."""
+    heads = {1: "in conflict", 2: "cosine", 3: "length"}
+    settings = [s for s in native_settings(results) if any(c.get("conflict") for c in _cells(results, s))]
+    columns = [*_where(settings), Column("method"), Column("seeds"), *(Column(h, STAT) for h in heads.values())]
+    rows = []
+    for setting in settings:
+        for label in results.labels(setting):
+            cells = [c for c in results.of(setting, label) if c.get("conflict")]
+            stats = [Stat.of(over_rounds(c, index) for c in cells) for index in heads]
+            if cells:
+                entries = (stat(found, len(cells)) for found in stats)
+                rows.append([*_place(setting, settings), words(results.title(label)), value(len(cells), str), *entries])
+    notes = [
+        "Mean over rounds, ± standard deviation (n − 1) over seeds.",
+        "In conflict: share of pairs of a client and an expert whose update has a negative cosine with the consensus. "
+        "Length: factor by which projection lengthens the consensus, mean over experts (1: nothing opposes it).",
+    ]
+    return Table("fcmoe_conflict", "Expert conflict", columns, rows, notes) if rows else None
+
+
+def global_accuracy(cell: Cell) -> float | None:
+    """Return the global model's accuracy after the last round, the plain mean over tasks."""
+    return cell.measured("score")
+
+
+def local_accuracy(cell: Cell) -> float | None:
+    """Return the mean over clients of the accuracy of their own models."""
+    return cell.get("personalised", "score", "mean")
+
+
+def local(key: str) -> Callable[[Cell], float | None]:
+    """Return a getter of a summary over clients: ``mean``, ``spread`` or ``worst``."""
+    return lambda cell: cell.get("personalised", "score", key)
+
+
+def targets(results: Results, setting: Setting) -> dict[int, float]:
+    """Return seed → the accuracy that counts as converged, from FedAvg's run of the same seed."""
+    found = {cell.seed: cell.get("score_curve") for cell in results.of(setting, BASELINE)}
+    return {seed: TARGET * curve[-1][1] for seed, curve in found.items() if curve}
+
+
+def rounds_to_target(results: Results, setting: Setting, label: str) -> dict[int, int | None]:
+    """Return seed → first measured round at the target, None where it is never reached; only seeds with a target."""
+    goals = targets(results, setting)
+    curves = {cell.seed: cell.get("score_curve") for cell in results.of(setting, label)}
+    return {
+        seed: next((int(at) for at, accuracy in curve if accuracy >= goals[seed]), None)
+        for seed, curve in curves.items()
+        if curve and seed in goals
+    }
+
+
+def over_rounds(cell: Cell, index: int) -> float | None:
+    """Return the mean over rounds of one entry of the record's ``conflict``."""
+    found = [line[index] for line in cell.get("conflict") or [] if line[index] is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _marks(stats: Mapping[str, Stat], *, lowest: bool = False) -> dict[str, str]:
+    most = max((found.n for found in stats.values()), default=0)
+    return ranks({label: found.mean for label, found in stats.items() if found.n == most}, lowest=lowest)
+
+
+def _against(comparisons: Comparisons, setting: Setting, label: str) -> Entry:
+    if label == NATIVE_MAIN:
+        return difference(None)
+    return difference(comparisons.labels(setting, label, NATIVE_MAIN, "score"))
+
+
+def _any(results: Results, setting: Setting, get: Callable[[Cell], float | None]) -> bool:
+    return any(get(cell) is not None for cell in _cells(results, setting))
+
+
+def _cells(results: Results, setting: Setting) -> list[Cell]:
+    return [cell for label in results.labels(setting) for cell in results.of(setting, label)]
+
+
+def _where(settings: Sequence[Setting]) -> list[Column]:
+    """Return columns for what tells the settings apart, and always α."""
+    heads = [Column("backbone")] if len({s.backbone for s in settings}) > 1 else []
+    heads += [Column("task")] if len({s.get("tasks") for s in settings}) > 1 else []
+    return [*heads, Column("α")]
+
+
+def _place(setting: Setting, settings: Sequence[Setting]) -> list[Entry]:
+    heads = [words(setting.backbone)] if len({s.backbone for s in settings}) > 1 else []
+    heads += [words(str(setting.get("tasks")))] if len({s.get("tasks") for s in settings}) > 1 else []
+    return [*heads, value(setting.get("alpha"), str)]
