@@ -12,6 +12,7 @@ from fedloom.adapters.native import find_native
 from fedloom.adapters.state import expected_shapes
 from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
+from fedloom.methods.prototypes import ExpertOptions
 from fedloom.types import AdapterSpec
 
 #: What decides the number of parameters, as published in the models' configurations.
@@ -88,7 +89,7 @@ class Budget:
         lora: parameters of all experts.
         router: parameters of all routers, and of whatever else is trained.
         total: what the server keeps, and the most a client sends per round.
-        signature: values of one bucket's signature, the B factors of one expert; 0 for methods without a probe.
+        signature: values of one bucket's signature, the B factors of one expert; 0 for methods that warm up none.
     """
 
     backbone: str
@@ -146,7 +147,7 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
         lora=lora,
         router=router,
         total=lora + router,
-        signature=signature if kind.has_probe else 0,
+        signature=signature if issubclass(kind.Options, ExpertOptions) else 0,
     )
 
 

@@ -190,8 +190,8 @@ class Grafted:
                 parameter.copy_(clean[name])
 
     def read(self) -> Tensors:
-        """Return a detached float32 copy of every adapter tensor by flat name."""
-        return {name: slot.value.float().clone() for name, slot in self.parameters_by_name().items()}
+        """Return a detached float32 copy of every adapter tensor by flat name, on the CPU wherever the model is."""
+        return {n: slot.value.to("cpu", torch.float32, copy=True) for n, slot in self.parameters_by_name().items()}
 
     def parameters_by_name(self) -> dict[str, Slot]:
         """Return flat name → where it lives, expert by expert in model order, then routers, mixers and additions."""

@@ -108,9 +108,9 @@ class NamedTensors:
         return {name: tuple(slot.value.shape) for name, slot in self.slots().items()}
 
     def read(self) -> Tensors:
-        """Return a detached copy of every tensor; half precision becomes float32, which loses nothing."""
+        """Return a detached copy of every tensor, on the CPU; half precision becomes float32, which loses nothing."""
         values = {name: slot.value for name, slot in self.slots().items()}
-        return {n: v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for n, v in values.items()}
+        return {n: v.to("cpu", torch.promote_types(v.dtype, torch.float32), copy=True) for n, v in values.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into the model; missing, unknown or misshapen keys are AdapterErrors and change nothing."""
