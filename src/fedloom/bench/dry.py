@@ -35,6 +35,7 @@ class Forecast:
         total_bytes: both directions, all clients and rounds, at most.
         memory: bytes on the device: frozen weights in bfloat16, trained ones with gradients and AdamW moments in
             float32, activations.
+        examples: what a round trains on, at most.
         hours: local steps at the longest length and ``SUSTAINED``, without evaluation; of a mixture layer's experts a
             token meets only those that it is sent to.
     """
@@ -44,6 +45,7 @@ class Forecast:
     round_bytes: int
     total_bytes: int
     memory: int
+    examples: int
     hours: float
 
 
@@ -75,7 +77,8 @@ def forecast(cell: Cell) -> Forecast:
     clients = config.data.benchmark.clients if config.data.benchmark else max(1, len(config.data.clients))
     rounds, training = config.federation.rounds, config.training
     cohort = max(1, round(clients * config.federation.participation))
-    tokens = _examples(config, cohort) * config.data.max_length * rounds
+    examples = _examples(config, cohort)
+    tokens = examples * config.data.max_length * rounds
     width, layers = model_config.hidden_size, model_config.num_hidden_layers
     # About 34 bytes per token, layer and channel are kept for the backward pass in mixed precision.
     activations = 34 * training.batch_size * config.data.max_length * width * layers
@@ -85,6 +88,7 @@ def forecast(cell: Cell) -> Forecast:
         round_bytes=4 * trainable,
         total_bytes=2 * 4 * trainable * cohort * rounds,
         memory=2 * frozen + 16 * trainable + activations,
+        examples=examples,
         # Forward 2, backward through frozen weights 2, gradients of the backbone's own weights 2.
         hours=(6 if adapter.native == "full" else 4) * met * tokens / SUSTAINED / 3600,
     )
@@ -111,10 +115,12 @@ def _met(model: Any, whole: int) -> int:
 
 
 def dry_table(cells: Sequence[Cell]) -> Table:
-    """Return one row per label and backbone with what its cells need, and a sum."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
+    """Return one row per label, backbone and tasks with what its cells need, and a sum."""
+    groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.title, cell.config.backbone.name), []).append(cell)
+        benchmark = cell.config.data.benchmark
+        tasks = ", ".join(benchmark.tasks) if benchmark else ""
+        groups.setdefault((cell.title, cell.config.backbone.name, tasks), []).append(cell)
     table = Table(
         title="What the suite will take",
         caption=f"At most: longest texts, {EXPERTS} experts where the method finds their number, "
@@ -124,6 +130,7 @@ def dry_table(cells: Sequence[Cell]) -> Table:
     table.add_column("backbone")
     for heading in (
         "cells",
+        "examples per round",
         "trainable",
         "bytes per client, round, direction",
         "GB moved per cell",
@@ -132,13 +139,14 @@ def dry_table(cells: Sequence[Cell]) -> Table:
     ):
         table.add_column(heading, justify="right")
     hours, moved = 0.0, 0.0
-    for (title, backbone), group in groups.items():
+    for (title, backbone, _), group in groups.items():
         one = forecast(group[0])
         hours, moved = hours + one.hours * len(group), moved + one.total_bytes * len(group)
         table.add_row(
             Text(title),
             Text(backbone),
             str(len(group)),
+            f"{one.examples:,}",
             f"{one.trainable:,}",
             f"{one.round_bytes:,}",
             f"{one.total_bytes / 1e9:.2f}",
@@ -146,5 +154,5 @@ def dry_table(cells: Sequence[Cell]) -> Table:
             f"{one.hours:.2f}",
         )
     table.add_section()
-    table.add_row("all", "", str(len(cells)), "", "", f"{moved / 1e9:.1f}", "", f"{hours:.1f}")
+    table.add_row("all", "", str(len(cells)), "", "", "", f"{moved / 1e9:.1f}", "", f"{hours:.1f}")
     return table
