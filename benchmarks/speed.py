@@ -1,4 +1,4 @@
-"""Run one benchmark: ``python benchmarks/speed.py step|mixture|generation|memory``. See README.md beside it."""
+"""Run one benchmark: ``python benchmarks/speed.py NAME``, of ``BENCHMARKS``. See README.md beside it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 import generation
 import memory
 import mixture
+import server_step
 import step
 import torch
 from common import machine, table
 
-BENCHMARKS = {"step": step, "mixture": mixture, "generation": generation, "memory": memory}
+BENCHMARKS = {"step": step, "mixture": mixture, "generation": generation, "memory": memory, "server_step": server_step}
 
 
 def main() -> None:
@@ -25,6 +26,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--threads", type=int, help="PyTorch threads; default PyTorch's own")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine, one thread")
+    parser.add_argument("--clients", type=int, default=100, help="of server_step")
+    parser.add_argument("--parameters", type=int, default=50_000_000, help="of server_step, for each client")
     args = parser.parse_args()
     benchmark = BENCHMARKS[args.name]
     args.repeats = args.repeats or benchmark.REPEATS

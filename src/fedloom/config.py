@@ -127,6 +127,8 @@ class ServerConfig(Section):
 
     weights: Literal["method", "sample", "uniform"] = "method"
     aggregation: Literal["factors", "product-svd"] = "factors"
+    conflict: Literal["none", "project"] = "none"
+    importance: Literal["samples", "norm"] = "samples"
     optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
     lr: float = Field(1.0, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)

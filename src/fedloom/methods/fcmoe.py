@@ -22,11 +22,9 @@ from pydantic import Field
 from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.methods.fedavg_moe import check_activations
 from fedloom.numerics.aggregate import RunningMean
+from fedloom.numerics.conflict import Weights, conflicts, experts_of
 from fedloom.numerics.tree import norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
-
-#: A consensus this much shorter than the updates behind it is their rounding, and has no direction: the expert stays.
-NO_CONSENSUS = 1e-6
 
 
 class FCMoEOptions(MethodOptions):
@@ -69,55 +67,29 @@ class FCMoE(Method):
 
     def merge(self, state: State, replies: Replies) -> State:
         """Average what is no expert by sample count; experts by importance along their consensus (Eq. 2–4)."""
-        means, totals = RunningMean(), dict[str, float]()
+        means, weights = RunningMean(), Weights()
         for reply in replies:
-            weights = {u: self.importance(reply, u) for u in map(component, reply.send)}
+            weights[reply.client] = self.importance(reply)
             for name, tensor in reply.send.items():
-                means.add(name, tensor, weights[component(name)])
-            for unit, weight in weights.items():
-                totals[unit] = totals.get(unit, 0.0) + weight
+                means.add(name, tensor, weights[reply.client][component(name)])
+            del reply  # so that it is gone when the next is read
         consensus = means.mean()  # Eq. 2
-        log = self.conflicts(consensus, totals, replies)
+        del means
+        log = conflicts(consensus, weights, replies)
         tensors = dict(state.tensors)
-        for name, direction in consensus.items():  # Eq. 4
+        for name in list(consensus):  # Eq. 4
             longer = log[component(name)]["length"] if component(name) in log else 1.0
-            tensors[name] = state.tensors[name] + (longer if self.options.projection else 1.0) * direction
+            step = (longer if self.options.projection else 1.0) * consensus.pop(name)
+            tensors[name] = state.tensors[name] + step
         return replace(state, tensors=tensors, values=state.values | {"log": {"conflict": log}})
 
-    def importance(self, reply: Reply, unit: str) -> float:
-        """Return c_{i,k} = f_{i,k} ‖Δθ_{i,k}‖ of an expert (Eq. 1); the sample count of anything else."""
-        if not unit.startswith("experts/") or not self.options.importance:
-            return float(reply.counts[unit])
-        return reply.values["activations"][unit] * norm(take(reply.send, unit))
-
-    def conflicts(self, consensus: Tensors, totals: dict[str, float], replies: Replies) -> dict[str, dict[str, float]]:
-        """Return for each expert how its clients stand to the consensus.
-
-        ``clients``; ``conflicting``, the share with a negative cosine; ``cosine``, their mean; ``removed``, the
-        weighted norm of what the projection takes away; ``length``, the factor by which it lengthens the consensus.
-        """
-        found: dict[str, list[tuple[float, float, float]]] = {}  # unit → (weight, inner product, norm) of each client
-        for reply in replies:
-            for unit in {component(name): None for name in reply.send if name.startswith("experts/")}:
-                update, direction = take(reply.send, unit), take(consensus, unit)
-                if direction:
-                    inner = sum(float(torch.dot(_flat(t), _flat(direction[n]))) for n, t in update.items())
-                    found.setdefault(unit, []).append((self.importance(reply, unit), inner, norm(update)))
-        log = {}
-        for unit, clients in found.items():
-            length = norm(take(consensus, unit))
-            opposed = sum(weight * -inner for weight, inner, _ in clients if inner < 0) / totals[unit]
-            if length <= NO_CONSENSUS * sum(weight * size for weight, _, size in clients) / totals[unit]:
-                length = 0.0
-            cosines = [inner / (length * size) for _, inner, size in clients if length * size > 0]
-            log[unit] = {
-                "clients": len(clients),
-                "conflicting": sum(inner < 0 for _, inner, _ in clients) / len(clients),
-                "cosine": sum(cosines) / len(cosines) if cosines else 0.0,
-                "removed": opposed / length if length > 0 else 0.0,
-                "length": 1.0 + opposed / length**2 if length > 0 else 0.0,
-            }
-        return log
+    def importance(self, reply: Reply) -> dict[str, float]:
+        """Return c_{i,k} = f_{i,k} ‖Δθ_{i,k}‖ of the experts (Eq. 1); the sample count of anything else."""
+        weights = {unit: float(count) for unit, count in reply.counts.items()}
+        if self.options.importance:
+            active = reply.values["activations"]
+            weights |= {unit: active[unit] * norm(update) for unit, update in experts_of(reply.send).items()}
+        return weights
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with the start of the next round (part 3)."""

@@ -3,20 +3,24 @@
 Product averaging: Bai et al., "Federated fine-tuning of large language models under heterogeneous tasks and client
 resources" (FlexLoRA), arXiv 2402.11505, used here per expert. Optimisers: Hsu, Qi, Brown, "Measuring the effects of
 non-identical data distribution" (FedAvgM), arXiv 1909.06335; Reddi et al., "Adaptive federated optimization" (FedAdam,
-FedYogi), arXiv 2003.00295, Algorithm 2.
+FedYogi), arXiv 2003.00295, Algorithm 2. Conflicts and importance: FC-MoE's rules, arXiv 2606.15625, Eq. 1–4, for the
+LoRA experts of other methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from fedloom.errors import ConfigError
 from fedloom.methods.base import Method
+from fedloom.numerics.aggregate import weighted_mean_by_component
+from fedloom.numerics.conflict import conflicts, experts_of
 from fedloom.numerics.lowrank import delta, truncate
+from fedloom.numerics.tree import norm
 from fedloom.types import Replies, Reply, State, Tensors, component
 
 
@@ -28,6 +32,8 @@ class ServerStep:
         weights: ``method`` (what its paper says), ``sample`` or ``uniform``.
         aggregation: ``factors`` averages A and B as the method does; ``product-svd`` averages each expert's B·A and
             takes the best approximation of the same rank, which removes the bias of averaging factors.
+        conflict: ``project`` takes off an expert's updates what opposes their weighted mean.
+        importance: ``norm`` weighs an update of an expert by its examples × its norm: gates are not counted here.
         optimizer: ``none`` takes the merged tensors; the others see merged − previous as the gradient to ascend.
         lr: server learning rate of the optimiser.
         beta1: momentum.
@@ -37,6 +43,8 @@ class ServerStep:
 
     weights: Literal["method", "sample", "uniform"] = "method"
     aggregation: Literal["factors", "product-svd"] = "factors"
+    conflict: Literal["none", "project"] = "none"
+    importance: Literal["samples", "norm"] = "samples"
     optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
     lr: float = 1.0
     beta1: float = 0.9
@@ -54,6 +62,13 @@ class ServerStep:
                 "server.aggregation product-svd averages B·A where a method averages both factors; "
                 f"{method.title} does not, so there is nothing to correct. Leave it at 'factors'."
             )
+        if (self.conflict, self.importance) != ("none", "samples") and type(method).merge is not Method.merge:
+            raise ConfigError(
+                "server.conflict and server.importance change the weighted mean of experts' updates; "
+                f"{method.title} merges by a rule of its own. Leave them at 'none' and 'samples'."
+            )
+        if self.conflict == "project" and self.aggregation == "product-svd":
+            raise ConfigError("server.conflict projects updates of factors, which product-svd replaces: use one.")
         if self.aggregation == "product-svd" and self.optimizer != "none":
             raise ConfigError(
                 f"server.optimizer {self.optimizer} needs tensors that move a little each round; product-svd draws new "
@@ -65,7 +80,11 @@ def server_step(method: Method, state: State, replies: Replies, step: ServerStep
     """Return the state after a round: ``method.merge`` with the options applied around it."""
     weights = method.weights if step.weights == "method" else step.weights
     weighed = Uniform(replies) if weights == "uniform" else replies
+    if step.importance == "norm":
+        weighed = ByNorm(weighed)
     merged = method.merge(state, weighed)
+    if step.conflict == "project":
+        merged = without_conflicts(state, merged, weighed)
     if step.aggregation == "product-svd":
         merged = replace(merged, tensors=merged.tensors | mean_products(state, weighed))
     return merged if step.optimizer == "none" else optimize(state, merged, step)
@@ -83,6 +102,33 @@ class Uniform:
 
     def __len__(self) -> int:
         return len(self.replies)
+
+
+class ByNorm:
+    """The same replies, in which an expert counts its examples × the norm of its update (``types.Replies``)."""
+
+    def __init__(self, replies: Replies) -> None:
+        self.replies = replies
+
+    def __iter__(self) -> Iterator[Reply]:
+        for reply in self.replies:
+            sizes = {unit: norm(update) for unit, update in experts_of(reply.send).items()}
+            counts: Any = {unit: count * sizes.get(unit, 1.0) for unit, count in reply.counts.items()}
+            yield replace(reply, counts=counts)
+
+    def __len__(self) -> int:
+        return len(self.replies)
+
+
+def without_conflicts(state: State, merged: State, replies: Replies) -> State:
+    """Lengthen each expert's mean update as the projection of opposing updates does; see ``numerics.conflict``."""
+    means, _ = weighted_mean_by_component(replies)
+    consensus = {name: mean for name, mean in means.items() if name.startswith("experts/")}
+    weights = {reply.client: {unit: float(count) for unit, count in reply.counts.items()} for reply in replies}
+    log = conflicts(consensus, weights, replies)
+    longer = {n: state.tensors[n] + log[component(n)]["length"] * mean for n, mean in consensus.items()}
+    tensors = merged.tensors | longer
+    return replace(merged, tensors=tensors, values=merged.values | {"log": {"conflict": log}})
 
 
 def mean_products(state: State, replies: Replies) -> Tensors:
