@@ -1,16 +1,19 @@
 """What a model with experts of its own takes, counted by hand from the published dimensions of switch-base-16."""
 
+from pathlib import Path
+
 import pytest
 from bench_records import run, write
 
 from fedloom.bench.costs import budget_table
 from fedloom.bench.dry import SUSTAINED, forecast
 from fedloom.bench.results import load_results
-from fedloom.bench.suite import Cell
+from fedloom.bench.suite import Cell, load_suite
 from fedloom.budget import budget
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError
 
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 WIDTH, INNER, EXPERTS, SPARSE, VOCABULARY = 768, 3072, 16, 12, 32128
 EXPERT = 2 * WIDTH * INNER
 ATTENTION = (12 + 2 * 12) * 4 * WIDTH * 12 * 64  # encoder, decoder, and the decoder's look at the encoder
@@ -73,3 +76,20 @@ def test_the_budget_table_counts_native_methods_on_their_own_backbone_only(tmp_p
     assert [backbone for backbone, method in pairs if method == "FC-MoE"] == ["switch-base-16"]
     only = budget_table(load_results(write(tmp_path, runs[:1])))
     assert [(row[0].text, row[1].text) for row in only.rows] == [("switch-base-16", "FC-MoE")]
+
+
+def test_the_suites_hold_the_papers_grid():
+    """Three α, three seeds, three methods; three ablations at α = 0.1 only; the published setting."""
+    for name, tasks in (("fcmoe-tiny", 1), ("fcmoe-paper", 2)):
+        _, cells = load_suite(EXPERIMENTS / name / "suite.yaml")
+        whole = [c for c in cells if not c.label.startswith("fcmoe_wo")]
+        without = [c for c in cells if c.label.startswith("fcmoe_wo")]
+        assert len(whole) == tasks * 3 * 3 * len({c.label for c in whole})
+        assert len(without) == tasks * 3 * 3
+        assert {c.config.data.benchmark.alpha for c in without} == {0.1}
+        for c in cells:
+            config = c.config
+            assert (config.federation.rounds, config.training.epochs, config.data.benchmark.clients) == (25, 1, 10)
+            assert config.data.benchmark.skew == "label"
+        whole_model = 4 * budget(cells[0].config.backbone.name, "fcmoe", 4).total if name == "fcmoe-paper" else 0
+        assert all(c.config.federation.max_reply_bytes > whole_model for c in cells)  # else no reply would be read
