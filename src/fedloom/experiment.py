@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -66,7 +67,8 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
         checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-    write_json(out / "manifest.json", manifest(config, backbone, data))
+    earlier = json.loads((out / "manifest.json").read_text(encoding="utf-8")) if done else None
+    write_json(out / "manifest.json", manifest(config, backbone, data, earlier))
 
     bench = Workbench(backbone, spec, cache_dir())
     setup = Setup(
@@ -104,6 +106,16 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     metrics["peak_bytes"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics["seconds"] = round(time.perf_counter() - start, 1)
     metrics["resumed"] = resumed  # then seconds are those since the resume
+    write_models(out, config, method, bench, state, memories)
+    write_json(out / "metrics.json", metrics)
+    write_report(out)
+    return metrics
+
+
+def write_models(
+    out: Path, config: Config, method: Method, bench: Workbench, state: State, memories: Mapping[str, Memory]
+) -> None:
+    """Write the folders that ``models_of`` names."""
     for folder, view in models_of(method, state, memories).items():
         bench.load(view.tensors, view.spec)
         save_model(
@@ -121,9 +133,6 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
             experts=experts_of(state) if folder == "model" else (),
             routing=config.evaluation.routing[0],
         )
-    write_json(out / "metrics.json", metrics)
-    write_report(out)
-    return metrics
 
 
 def models_of(method: Method, state: State, memories: Mapping[str, Memory]) -> dict[str, View]:

@@ -42,12 +42,15 @@ def source_hash() -> str:
     return _hash(parts)
 
 
-def manifest(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]:
-    """Return what was run on what."""
+def manifest(config: Config, backbone: Backbone, data: Data, earlier: dict[str, Plain] | None = None) -> dict[str, Plain]:
+    """Return what was run on what; after a resume also with which other code, from the ``earlier`` manifest."""
+    now = source_hash()
+    before = [h for h in (earlier or {}).get("source_hashes", []) if h != now]
     packages = ("torch", "transformers", "peft", "scikit-learn", "numpy", "safetensors", "tokenizers")
     return {
         "fedloom": __version__,
-        "source_hash": source_hash(),
+        "source_hash": now,
+        "source_hashes": [*before, now],
         "python": sys.version.split()[0],
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "machine": {

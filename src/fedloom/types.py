@@ -23,6 +23,10 @@ Layer = Literal["last"] | int | float
 Pooling = Literal["mean", "last"]
 
 
+#: Fields of ``AdapterSpec`` that JSON holds as lists.
+LISTS = ("targets", "slots", "kept", "router_weights")
+
+
 def component(name: str) -> str:
     """Return the aggregation unit of a name: ``experts/3/x.lora_A`` → ``experts/3``; ``router/w`` → ``router``."""
     parts = name.split("/")
@@ -41,6 +45,7 @@ class AdapterSpec:
         experts: number of experts M. One expert is plain LoRA.
         router_hidden: width of the router's hidden layer; 0 means no such router.
         routers: number of routers; the gates of several are averaged (FedLEASE: one router per client cluster).
+        router_weights: how much each of several routers counts in that mean; empty: all alike.
         centroids: route by the nearest centroid in feature space (FedRouter) instead of a learned router.
         slots: route each token at each module by a linear mixer with these slots: slot j feeds expert ``slots[j]``, and
             an expert's weight is the sum over its slots (FedLEASE's adaptive top-M, FedALT). Empty: no mixers.
@@ -59,6 +64,7 @@ class AdapterSpec:
     experts: int = 1
     router_hidden: int = 0
     routers: int = 1
+    router_weights: tuple[float, ...] = ()
     centroids: bool = False
     slots: tuple[int, ...] = ()
     slot_top: int = 0
@@ -71,12 +77,11 @@ class AdapterSpec:
         return self.alpha / self.rank
 
     def to_plain(self) -> dict[str, Plain]:
-        return {**asdict(self), **{name: list(getattr(self, name)) for name in ("targets", "slots", "kept")}}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in LISTS}}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Plain]) -> AdapterSpec:
-        listed = {name: tuple(plain.get(name, ())) for name in ("slots", "kept")}
-        return cls(**{**plain, **listed, "targets": tuple(plain["targets"])})
+        return cls(**{**plain, **{name: tuple(plain[name]) for name in LISTS if name in plain}})
 
 
 @dataclass(frozen=True)

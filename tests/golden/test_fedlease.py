@@ -119,7 +119,10 @@ def test_a_client_asks_its_own_router_and_the_global_model_the_mean_of_all() -> 
     feature, x = torch.tensor([0.3, -2.0, 1.0, 0.5], dtype=torch.float64), torch.randn(1, 3, 3)
     gates = [gate(take(state.tensors, f"routers/{j}"), feature) for j in (0, 1)]
     assert (gates[0] - gates[1]).abs().max() > 0.05
-    for view, g in ((METHOD.view(state, "b"), gates[1]), (METHOD.assembled(state, {}), (gates[0] + gates[1]) / 2)):
+    held = [sum(sum(state.values["sizes"][c]) for c, (j,) in state.values["assignment"].items() if j == k) for k in (0, 1)]
+    assert held[0] != held[1]
+    mean = (held[0] * gates[0] + held[1] * gates[1]) / sum(held)
+    for view, g in ((METHOD.view(state, "b"), gates[1]), (METHOD.assembled(state, {}), mean)):
         assert view is not None
         model = Two()
         weight = model.v.weight.detach().double()  # type: ignore[union-attr, operator]
@@ -171,8 +174,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, list[
     world = World(tmp_path, clients={"ann": examples("sums", 4) + examples("shout", 3), "bob": examples("shout", 4)})
     batches: list[list[Encoded]] = []
 
-    def record(*args: Any) -> list[list[int]]:
-        drawn = draw_batches(*args)
+    def record(*args: Any, **named: Any) -> list[list[int]]:
+        drawn = draw_batches(*args, **named)
         batches.extend([world.clients["ann"].encoded[i] for i in batch] for batch in drawn)
         return drawn
 

@@ -144,8 +144,8 @@ def test_local_training_draws_from_the_one_cluster(tmp_path: Path, monkeypatch: 
     world = World(tmp_path, clients={"ann": examples("sums", 5) + examples("shout", 4)})
     seen: list[int] = []
 
-    def record(*args: Any) -> list[list[int]]:
-        drawn = draw_batches(*args)
+    def record(*args: Any, **named: Any) -> list[list[int]]:
+        drawn = draw_batches(*args, **named)
         seen.extend(i for batch in drawn for i in batch)
         return drawn
 

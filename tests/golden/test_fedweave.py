@@ -199,8 +199,8 @@ def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Orde
     order = Order("fit", "ann", 1, start, SPEC4, TRAINING, {"assignment": ASSIGNMENT, "sizes": sizes})
     batches: list[list[Encoded]] = []
 
-    def record(*args: Any) -> list[list[int]]:
-        drawn = draw_batches(*args)
+    def record(*args: Any, **named: Any) -> list[list[int]]:
+        drawn = draw_batches(*args, **named)
         batches.extend([world.clients["ann"].encoded[i] for i in batch] for batch in drawn)
         return drawn
 

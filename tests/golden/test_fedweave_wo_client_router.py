@@ -76,8 +76,8 @@ def fitted(method: FedWeave, out: Path, training: Training, patch: pytest.Monkey
     order = Order("fit", "ann", 1, start, SPEC4, training, {"assignment": ASSIGNMENT, "sizes": sizes})
     batches: list[list[Encoded]] = []
 
-    def record(*args: Any) -> list[list[int]]:
-        drawn = draw_batches(*args)
+    def record(*args: Any, **named: Any) -> list[list[int]]:
+        drawn = draw_batches(*args, **named)
         batches.extend([world.clients["ann"].encoded[i] for i in batch] for batch in drawn)
         return drawn
 

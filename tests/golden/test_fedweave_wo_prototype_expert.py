@@ -84,8 +84,8 @@ def test_local_steps_draw_from_the_whole_client(tmp_path: Path, monkeypatch: pyt
     order = Order("fit", "ann", 1, start, spec, TRAINING, {"assignment": [1], "sizes": [9]})
     batches: list[list[Encoded]] = []
 
-    def record(*args: Any) -> list[list[int]]:
-        drawn = draw_batches(*args)
+    def record(*args: Any, **named: Any) -> list[list[int]]:
+        drawn = draw_batches(*args, **named)
         batches.extend([world.clients["ann"].encoded[i] for i in batch] for batch in drawn)
         return drawn
 

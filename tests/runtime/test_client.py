@@ -134,8 +134,8 @@ def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Return a list that fills with the mini-batches that clients draw."""
     batches: list[list[int]] = []
 
-    def record(*args: Any) -> list[list[int]]:
-        drawn = draw_batches(*args)
+    def record(*args: Any, **named: Any) -> list[list[int]]:
+        drawn = draw_batches(*args, **named)
         batches.extend(drawn)
         return drawn
 

@@ -325,6 +325,9 @@ def _check_spec(spec: AdapterSpec) -> None:
         )
     if spec.routers < 1 or (spec.centroids and spec.router_hidden):
         raise AdapterError("An adapter needs routers ≥ 1, and has centroids or learned routers, not both.")
+    weights = spec.router_weights
+    if weights and (len(weights) != spec.routers or min(weights) < 0 or not 0 < sum(weights) < float("inf")):
+        raise AdapterError(f"router_weights {weights} must be {spec.routers} numbers, not negative, not all zero.")
     if any(not 0 <= expert < spec.experts for expert in spec.slots) or not 0 <= spec.slot_top <= len(spec.slots):
         raise AdapterError(f"Mixer slots {spec.slots} (top {spec.slot_top}) do not fit {spec.experts} experts.")
     check_dropout(spec.dropout)

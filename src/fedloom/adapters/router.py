@@ -29,15 +29,21 @@ class Routers(nn.ModuleList):
     """Several routers over the same experts; their gates are averaged, so logits are the log of the mean gate.
 
     FedLEASE in the form of arXiv 2607.26618 keeps one router per client cluster and the paper does not say which one
-    answers for the global model; the mean asks every cluster.
+    answers for the global model; the weighted mean asks every cluster.
+
+    Args:
+        weights: what each router counts, not negative, not all zero; empty: all alike.
     """
 
-    def __init__(self, count: int, hidden_size: int, width: int, experts: int) -> None:
+    def __init__(
+        self, count: int, hidden_size: int, width: int, experts: int, weights: tuple[float, ...] = ()
+    ) -> None:
         super().__init__(Router(hidden_size, width, experts) for _ in range(count))
+        self.shares = [weight / sum(weights) for weight in weights] or [1 / count] * count
 
     def forward(self, features: Tensor) -> Tensor:
-        gates_RbM = torch.stack([router(features).softmax(dim=-1) for router in self])
-        return gates_RbM.mean(0).log()
+        gates = [share * router(features).softmax(dim=-1) for share, router in zip(self.shares, self, strict=True)]
+        return torch.stack(gates).sum(0).log()
 
 
 class CentroidRouter(nn.Module):
@@ -60,7 +66,7 @@ def build_router(spec: AdapterSpec, hidden_size: int) -> nn.Module | None:
     if spec.centroids:
         return CentroidRouter(hidden_size, spec.experts)
     if spec.router_hidden and spec.routers > 1:
-        return Routers(spec.routers, hidden_size, spec.router_hidden, spec.experts)
+        return Routers(spec.routers, hidden_size, spec.router_hidden, spec.experts, spec.router_weights)
     return Router(hidden_size, spec.router_hidden, spec.experts) if spec.router_hidden else None
 
 

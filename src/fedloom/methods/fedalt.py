@@ -66,7 +66,7 @@ class FedALT(Method):
     def local(self, client: Client, order: Order) -> Reply:
         """Go on from the client's own LoRA and mixers, which start as everyone's."""
         client.load(order.tensors | take(client.memory.tensors, "own"), order.spec)
-        pools = [range(client.size)] * order.training.steps
+        pools = [range(client.size)] * client.steps(order.training)
         report = client.fit(pools, order.training, trainable=lambda name: self.trains(name, order))
         after = client.read()
         send = {name: t for name, t in subtract(after, order.tensors).items() if self.sends(name, order)}

@@ -6,8 +6,8 @@ silhouette. ``fedlease_adaptive`` has the authors' own routing.
 
 Differs from FedAvg: a client belongs to the cluster of clients whose warmed-up B factors point as its own do. It
 trains its cluster's expert and router under the mixture of all experts, and the mean goes over the cluster.
-The papers do not say which router answers for everyone: here the gates of all routers are averaged. All routers start
-from one draw.
+The papers do not say which router answers for everyone: here the gates of all routers are averaged, by the examples
+of their clusters. All routers start from one draw.
 """
 
 from __future__ import annotations
@@ -69,7 +69,13 @@ class FedLEASE(Method):
         state = replace(state, tensors=experts, spec=self.deployed(state.spec, count), values=state.values | found)
         routing = self.routing(state)
         clusters = {f"routers/{j}/{name}": tensor.clone() for j in range(count) for name, tensor in routing.items()}
-        return replace(state, tensors=experts | clusters)
+        spec = state.spec
+        if spec.routers > 1:  # in the global model's gates a cluster counts as many times as it has examples
+            held = [0] * count
+            for client, (cluster,) in found["assignment"].items():
+                held[cluster] += sum(found["sizes"][client])
+            spec = replace(spec, router_weights=tuple(map(float, held)))
+        return replace(state, tensors=experts | clusters, spec=spec)
 
     def routing(self, state: State) -> Tensors:
         """Draw what routes in every cluster at the start, by its name in the server's state."""
@@ -86,7 +92,7 @@ class FedLEASE(Method):
         experts = place(take(state.tensors, "experts"), "experts")
         router = place(take(state.tensors, f"routers/{cluster}"), "router")
         values = {key: state.values[key][client] for key in ("assignment", "sizes")} if found else {}
-        return View(experts | router, replace(state.spec, routers=1), values)
+        return View(experts | router, replace(state.spec, routers=1, router_weights=()), values)
 
     def trains(self, name: str, order: Order) -> bool:
         """Train the router and the cluster's own expert; other experts stay frozen in the mixture."""

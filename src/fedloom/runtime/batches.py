@@ -15,6 +15,7 @@ def draw_batches(
     batch_size: int,
     source: torch.Generator,
     by_length: bool = False,
+    whole: bool = False,
 ) -> list[list[int]]:
     """Draw one mini-batch per entry of ``pools``, without replacement inside a pass over a pool.
 
@@ -27,6 +28,7 @@ def draw_batches(
         batch_size: most examples in a batch.
         source: generator; pools draw from it in order of first visit.
         by_length: let the batches of one pool hold examples of like length (the examples drawn stay the same).
+        whole: end a pass with a smaller batch, so that it holds every example.
 
     Raises:
         DataError: a pool is empty.
@@ -42,7 +44,7 @@ def draw_batches(
         left: list[int] = []
         drawn: list[list[int]] = []
         for _ in steps:
-            if len(left) < take:
+            if not left or (len(left) < take and not whole):
                 left = [pool[i] for i in torch.randperm(len(pool), generator=source).tolist()]
             drawn.append(left[:take])
             left = left[take:]
