@@ -42,7 +42,9 @@ def source_hash() -> str:
     return _hash(parts)
 
 
-def manifest(config: Config, backbone: Backbone, data: Data, earlier: dict[str, Plain] | None = None) -> dict[str, Plain]:
+def manifest(
+    config: Config, backbone: Backbone, data: Data, earlier: dict[str, Plain] | None = None
+) -> dict[str, Plain]:
     """Return what was run on what; after a resume also with which other code, from the ``earlier`` manifest."""
     now = source_hash()
     before = [h for h in (earlier or {}).get("source_hashes", []) if h != now]
