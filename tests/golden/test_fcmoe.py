@@ -165,17 +165,36 @@ def test_properties_of_the_rule(updates: list[list[float]], tokens: list[int]) -
         assert torch.allclose(step[0], consensus, atol=1e-6)  # without conflict: importance-weighted averaging
 
 
-@pytest.mark.parametrize("residual", ["parameter-projection", "filtered"])
-def test_retention_is_eq_5_and_6(residual: Any) -> None:
+def test_retention_is_eq_5_and_6() -> None:
     source = torch.Generator().manual_seed(9)
     now, last = tensors(source), tensors(source, units=UNITS[:1], scale=0.1)
     memory = ClientMemory({f"update/{n}": t for n, t in last.items() if n.startswith("experts/")})
-    start = retained(now, memory, FCMoEOptions(retention=0.5, residual=residual))
+    start = retained(now, memory, FCMoEOptions(retention=0.5))
     assert {n.rpartition("/")[0] for n in start} == {UNITS[0]}  # experts of the last update only
     theta, update = vector(now, UNITS[0]), vector(last, UNITS[0])
-    onto = torch.dot(update, theta) / theta.norm() ** 2 * theta
-    expected = theta + 0.5 * (onto if residual == "parameter-projection" else update - onto)
+    expected = theta + 0.5 * torch.dot(update, theta) / theta.norm() ** 2 * theta
     assert torch.allclose(vector(start, UNITS[0]), expected, atol=1e-6)
+
+
+def test_filtered_retention_brings_back_what_the_projection_removed() -> None:
+    """The client sees only Θ before and after; Δθ − Δθ^proj of Eq. 3 is worked out densely from all updates."""
+    state, replies = scene("all conflicting")
+    after = FCMoE().merge(state, replies).tensors
+    unit = UNITS[0]
+    updates = [vector(r.send, unit) for r in replies]
+    weights = [r.values["activations"][unit] * float(u.norm()) for r, u in zip(replies, updates, strict=True)]
+    shares = [c / sum(weights) for c in weights]
+    consensus = sum((c * u for c, u in zip(shares, updates, strict=True)), torch.zeros_like(updates[0]))
+    opposing = 0
+    for sent, update in zip(replies, updates, strict=True):
+        inner = torch.dot(update, consensus)
+        removed = inner / consensus.norm() ** 2 * consensus if inner < 0 else torch.zeros_like(update)
+        opposing += int(inner < 0)
+        kept = {f"update/{n}": t for n, t in sent.send.items() if n.startswith(f"{unit}/")}
+        kept |= {f"received/{n}": t for n, t in state.tensors.items() if n.startswith(f"{unit}/")}
+        start = retained(after, ClientMemory(kept), FCMoEOptions(retention=0.5, residual="filtered"))
+        assert torch.allclose(vector(start, unit), vector(after, unit) + 0.5 * removed, atol=1e-5)
+    assert opposing > 0
 
 
 def test_nothing_is_retained_without_a_last_update_or_with_zero_parameters() -> None:

@@ -1,4 +1,4 @@
-"""FedALT (arXiv 2503.11880): the rest of the world by hand, what stays at home, and the mixture against dense algebra."""
+"""FedALT (arXiv 2503.11880): the rest of the world by hand, what stays at home, the mixture against dense algebra."""
 
 from __future__ import annotations
 

@@ -119,7 +119,9 @@ def test_a_client_asks_its_own_router_and_the_global_model_the_mean_of_all() -> 
     feature, x = torch.tensor([0.3, -2.0, 1.0, 0.5], dtype=torch.float64), torch.randn(1, 3, 3)
     gates = [gate(take(state.tensors, f"routers/{j}"), feature) for j in (0, 1)]
     assert (gates[0] - gates[1]).abs().max() > 0.05
-    held = [sum(sum(state.values["sizes"][c]) for c, (j,) in state.values["assignment"].items() if j == k) for k in (0, 1)]
+    held = [0, 0]
+    for client, (cluster,) in state.values["assignment"].items():
+        held[cluster] += sum(state.values["sizes"][client])
     assert held[0] != held[1]
     mean = (held[0] * gates[0] + held[1] * gates[1]) / sum(held)
     for view, g in ((METHOD.view(state, "b"), gates[1]), (METHOD.assembled(state, {}), mean)):

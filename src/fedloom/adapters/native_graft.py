@@ -49,6 +49,9 @@ class NativeGraft:
             self.named = graft_expert_lora(model, spec.rank, spec.alpha, train_routers=True)
         else:
             raise AdapterError(f"Native experts are trained 'full' or by 'lora', not {spec.native!r}.")
+        for module in unwrap(model).modules():
+            if hasattr(module, "jitter_noise"):
+                module.jitter_noise = 0.0  # transformers multiplies the experts' input by it, too, in place
         self.initial: Tensors = self.named.read()
         self.respec(spec)
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.methods.fedavg_moe import check_activations
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Weights, conflicts, experts_of
-from fedloom.numerics.tree import norm, place, subtract, take
+from fedloom.numerics.tree import dot, norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
 
 
@@ -31,7 +30,8 @@ class FCMoEOptions(MethodOptions):
     """``importance``, ``projection`` and ``retention`` (λ, 0: none) are the three parts; off, they are the ablations.
 
     ``residual``: what is retained. Eq. 5 as printed projects the last update onto the new parameters
-    (``parameter-projection``); the prose speaks of what the projection removed (``filtered``).
+    (``parameter-projection``); the prose speaks of what the projection of Eq. 3 removed (``filtered``), which a client
+    finds along the way that the server took since, where no server optimiser bends it.
     """
 
     importance: bool = True
@@ -62,8 +62,10 @@ class FCMoE(Method):
         counts = {"examples": client.size} | {component(name): client.size for name in send}
         started = norm(subtract(start, order.tensors))
         metrics = report.metrics() | {"retained_norm": started, "update_norm": norm(update)}
-        experts = {name: t for name, t in send.items() if name.startswith("experts/")}
-        return Reply(client.name, send, counts, metrics, {"activations": active}, keep=place(experts, "update"))
+        keep = place({name: t for name, t in update.items() if name.startswith("experts/")}, "update")
+        if self.options.residual == "filtered":
+            keep |= place({name: t for name, t in order.tensors.items() if name.startswith("experts/")}, "received")
+        return Reply(client.name, send, counts, metrics, {"activations": active}, keep=keep)
 
     def merge(self, state: State, replies: Replies) -> State:
         """Average what is no expert by sample count; experts by importance along their consensus (Eq. 2–4)."""
@@ -103,18 +105,14 @@ class FCMoE(Method):
 
 def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:
     """Return θ = Θ + λR of the experts that the client's last update holds (Eq. 5, 6)."""
-    last = take(memory.tensors, "update")
+    last, received = take(memory.tensors, "update"), take(memory.tensors, "received")
     start: Tensors = {}
+    filtered = options.residual == "filtered"
     for unit in {component(name): None for name in last} if options.retention > 0 else {}:
         update, now = take(last, unit), take(current, unit)
-        squared = norm(now) ** 2
-        inner = sum(float(torch.dot(_flat(update[n]), _flat(t))) for n, t in now.items())
-        for name, t in now.items():
-            onto = (inner / squared) * t if squared > 0 else torch.zeros_like(t)
-            residual = onto if options.residual == "parameter-projection" else update[name] - onto
-            start[f"{unit}/{name}"] = t + options.retention * residual
+        # Eq. 5 projects onto the parameters; what Eq. 3 removed lies along the way that the server took since.
+        axis = subtract(now, take(received, unit)) if filtered else now
+        squared, inner = norm(axis) ** 2, dot(update, axis)
+        part = inner / squared if squared > 0 and (inner < 0 or not filtered) else 0.0
+        start |= {f"{unit}/{name}": t + options.retention * part * axis[name] for name, t in now.items()}
     return start
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float64).flatten()

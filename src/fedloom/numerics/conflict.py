@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from fedloom.numerics.tree import norm
+from fedloom.numerics.tree import dot, norm
 from fedloom.types import Replies, Tensors, component
 
 Weights = dict[str, dict[str, float]]  # client → component → what it counts
@@ -42,7 +40,7 @@ def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[st
     for reply in replies:
         for unit, update in experts_of(reply.send).items():
             if unit in directions:
-                inner = sum(float(torch.dot(_flat(t), _flat(directions[unit][n]))) for n, t in update.items())
+                inner = dot(update, {name: directions[unit][name] for name in update})
                 found.setdefault(unit, []).append((weights[reply.client][unit], inner, norm(update)))
         del reply
     log = {}
@@ -60,7 +58,3 @@ def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[st
             "length": 1.0 + opposed / length**2 if length > 0 else 0.0,
         }
     return log
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float64).flatten()

@@ -48,6 +48,13 @@ def norm(tensors: Tensors) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors.values()))
 
 
+def dot(a: Tensors, b: Tensors) -> float:
+    """Return the inner product of all tensors as one vector, in float64."""
+    assert_same_keys(a, b)
+    flat = ((t.to(torch.float64).flatten(), b[name].to(torch.float64).flatten()) for name, t in a.items())
+    return math.fsum(float(torch.dot(x, y)) for x, y in flat)
+
+
 def place(tensors: Tensors, path: str) -> Tensors:
     """Return the tensors under a path: ``x`` → ``<path>/x``."""
     return {f"{path}/{name}": tensor for name, tensor in tensors.items()}
