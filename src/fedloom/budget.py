@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from fedloom.adapters.native import find_native
 from fedloom.adapters.state import expected_shapes
 from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
+from fedloom.methods.base import Method
 from fedloom.methods.prototypes import ExpertOptions
-from fedloom.types import AdapterSpec
+from fedloom.types import AdapterSpec, Order, Setup, State, Training, component
 
 #: What decides the number of parameters, as published in the models' configurations.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -75,6 +77,9 @@ HUB_NAMES = {
 }
 
 
+#: Whose traffic is counted; all clients' is alike.
+CLIENT = "client"
+
 #: Names of backbones that come with the package.
 SHIPPED = ("tiny", "tiny-switch")
 
@@ -88,8 +93,12 @@ class Budget:
         rank: rank per expert; 0 where the backbone's own experts are trained whole.
         lora: parameters of all experts.
         router: parameters of all routers, and of whatever else is trained.
-        total: what the server keeps, and the most a client sends per round.
+        total: parameters of the trained model's adapter, experts and everything else.
         signature: values of one bucket's signature, the B factors of one expert; 0 for methods that warm up none.
+        probe: values that a client sends in the probe for each bucket, A beside the B of the signature.
+        trained: parameters that one client trains in a round, at most.
+        up: values that one client sends per round, at most.
+        down: values that one client gets per round, at most.
     """
 
     backbone: str
@@ -101,13 +110,27 @@ class Budget:
     router: int
     total: int
     signature: int
+    probe: int
+    trained: int
+    up: int
+    down: int
 
     @property
     def round_bytes(self) -> int:
         return 4 * self.total
 
     def to_plain(self) -> dict[str, Any]:
-        return asdict(self) | {"round_bytes": self.round_bytes, "signature_bytes": 4 * self.signature}
+        sent = {"up_bytes": 4 * self.up, "down_bytes": 4 * self.down, "probe_bytes": 4 * self.probe}
+        return asdict(self) | {"round_bytes": self.round_bytes, "signature_bytes": 4 * self.signature} | sent
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Values per client and round, at most: see ``Budget``."""
+
+    trained: int
+    up: int
+    down: int
 
 
 def budget(backbone: str, method: str, experts: int, rank: int | None = None) -> Budget:
@@ -133,11 +156,15 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
     targets = default_targets(config)
     shapes = target_modules(model, targets)
     plain = AdapterSpec(targets, rank or kind.default_rank)
-    spec = kind().deployed(plain, experts)
+    found = kind()
+    spec = found.deployed(plain, experts)
     sizes = {n: torch.Size(s).numel() for n, s in expected_shapes(spec, shapes, config.hidden_size).items()}
     lora = sum(n for name, n in sizes.items() if name.startswith("experts/"))
     router = sum(n for name, n in sizes.items() if not name.startswith("experts/"))
-    signature = sum(n for name, n in sizes.items() if name.startswith("experts/0/") and name.endswith(".lora_B"))
+    first = {name: n for name, n in sizes.items() if name.startswith("experts/0/")}
+    signature = sum(n for name, n in first.items() if name.endswith(".lora_B"))
+    warms_up = isinstance(found.options, ExpertOptions)
+    sent = payload(found, plain, shapes, config.hidden_size, experts)
     return Budget(
         backbone=backbone,
         method=method,
@@ -147,8 +174,72 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
         lora=lora,
         router=router,
         total=lora + router,
-        signature=signature if issubclass(kind.Options, ExpertOptions) else 0,
+        signature=signature if warms_up else 0,
+        probe=sum(first.values()) if warms_up else 0,
+        trained=sent.trained,
+        up=sent.up,
+        down=sent.down,
     )
+
+
+def payload(
+    method: Method, plain: AdapterSpec, shapes: Mapping[str, tuple[int, int]], hidden: int, experts: int
+) -> Payload:
+    """Count what the method's own ``view``, ``trains`` and ``sends`` make of a round, on the meta device.
+
+    The larger of an odd and an even round, for methods that alternate. A method without a server gets and sends
+    nothing, whatever a simulation puts into its orders.
+
+    Args:
+        method: one for LoRA experts.
+        plain: one plain LoRA with the run's targets and rank.
+        shapes: module path → (out, in) of every targeted module.
+        hidden: width of the router's input.
+        experts: number of experts, for methods that have more than one.
+    """
+    with torch.device("meta"):
+        state = _state(method, plain, shapes, hidden, experts)
+        rounds = [_round(method, replace(state, round=r), shapes, hidden) for r in (1, 2)]
+    most = Payload(*(max(getattr(r, key) for r in rounds) for key in ("trained", "up", "down")))
+    return most if most.up and not method.pooled else replace(most, up=0, down=0)
+
+
+def _state(
+    method: Method, plain: AdapterSpec, shapes: Mapping[str, tuple[int, int]], hidden: int, experts: int
+) -> State:
+    """Return a state after the probe in which the one client has as many buckets as it may, each an expert's own."""
+    state = method.init(Setup(0, plain, dict(shapes), hidden, (CLIENT,)))
+    if not method.has_probe:
+        return state
+    spec = method.deployed(plain, experts)
+    tensors = {name: torch.empty(shape) for name, shape in expected_shapes(spec, shapes, hidden).items()}
+    routing = {name: t for name, t in tensors.items() if name.startswith(("router/", "mixers/"))}
+    for name, tensor in routing.items():  # a method with routers per cluster keeps them by the cluster's number
+        tensors[f"routers/0/{name.removeprefix('router/')}"] = tensor
+    buckets = min(most_buckets(method), experts)
+    values = state.values | {"assignment": {CLIENT: list(range(buckets))}, "sizes": {CLIENT: [1] * buckets}}
+    return replace(state, tensors=tensors, spec=spec, values=values)
+
+
+def _round(method: Method, state: State, shapes: Mapping[str, tuple[int, int]], hidden: int) -> Payload:
+    view = method.view(state, CLIENT)
+    grafted = expected_shapes(view.spec, shapes, hidden)
+    # The state holds more routers than any one method has; a client's model has the one that its view names.
+    tensors = {name: t for name, t in view.tensors.items() if name in grafted or not name.startswith("routers/")}
+    order = Order("fit", CLIENT, state.round, tensors, view.spec, Training(), view.values)
+    size = {name: tensor.numel() for name, tensor in tensors.items()}
+    mine = {f"experts/{m}" for m in view.values.get("assignment", ())}
+    idle = {name for name in size if mine and name.startswith("experts/") and component(name) not in mine}
+    return Payload(
+        trained=sum(n for name, n in size.items() if name in grafted and method.trains(name, order)),
+        up=sum(n for name, n in size.items() if method.sends(name, order) and name not in idle),
+        down=sum(size.values()),
+    )
+
+
+def most_buckets(method: Method) -> int:
+    """Return how many buckets one client may find in the probe."""
+    return int(getattr(method.options, "max_buckets", 1))
 
 
 def _native_budget(backbone: str, method: str, model: Any) -> Budget:
@@ -170,6 +261,10 @@ def _native_budget(backbone: str, method: str, model: Any) -> Budget:
         router=total - experts,
         total=total,
         signature=0,
+        probe=0,
+        trained=total,
+        up=total,
+        down=total,
     )
 
 

@@ -41,6 +41,7 @@ def test_every_parameter_is_trained():
     assert (found.experts, found.rank, found.lora) == (16, 0, SPARSE * EXPERTS * EXPERT)
     assert found.total == found.backbone_parameters == SPARSE * EXPERTS * EXPERT + ATTENTION + REST
     assert found.router == found.total - found.lora
+    assert (found.trained, found.up, found.down, found.probe) == (found.total, found.total, found.total, 0)
 
 
 def test_a_method_for_native_experts_needs_some():
@@ -52,7 +53,8 @@ def test_forecast_of_whole_experts():
     """Rows of an epoch, not the ceiling of steps; a token meets one expert of sixteen; forward 2, backward 4."""
     found = forecast(cell())
     whole = SPARSE * EXPERTS * EXPERT + ATTENTION + REST
-    assert (found.trainable, found.frozen, found.round_bytes) == (whole, 0, 4 * whole)
+    assert (found.trainable, found.frozen) == (whole, 0)
+    assert (found.up_bytes, found.down_bytes, found.probe_steps) == (4 * whole, 4 * whole, 0)
     assert found.total_bytes == 2 * 4 * whole * 10 * 2
     tokens = 2 * 3 * 1000 * 100
     met = whole - SPARSE * (EXPERTS - 1) * EXPERT

@@ -13,7 +13,7 @@ from PIL import Image
 from fedloom.bench.drawing import spread
 from fedloom.bench.figures import all_figures
 from fedloom.bench.outputs import write_outputs
-from fedloom.bench.reading import reading, sentence
+from fedloom.bench.reading import Claim, Holm, reading, said_of, sentence
 from fedloom.bench.results import load_results
 from fedloom.bench.significance import Comparisons, Difference
 
@@ -123,24 +123,58 @@ def test_every_claim_stands_with_its_interval_and_p(whole):
         claims = re.search(r" is (above|below) ", said)
         assert bool(claims) != ("not distinguishable" in said)
     words = [s for section in sections for s in section.sentences]
-    assert any(s.startswith("FedWeave is below FedIT by 0.1000 in macro loss, which is better") for s in words)
+    assert any(s.startswith("FedWeave is below FFA-LoRA by 0.3000 in macro loss, which is better") for s in words)
+    assert all(re.search(r"of \d+ comparisons by Holm p ", s) for s in words)
+    assert len({re.search(r"of (\d+) comparisons", s)[1] for s in words}) == 1
     assert any(s.startswith("w/o client-router and FedWeave are not distinguishable in macro loss") for s in words)
     assert any(s.startswith("tiny, α = 0.1: ") and s.endswith("Paper, Llama-3.2-3B: −0.0256.") for s in words)
 
 
 def test_wording_of_a_difference():
-    below = Difference(-0.02, -0.03, -0.01, 2 / 2001, (42, 43), 2)
-    assert sentence("A", "B", "loss", below) == (
-        "A is below B by 0.0200 in macro loss, which is better (95 % interval −0.0300 to −0.0100, p ≤ 0.001; 2 seeds)."
+    below = Difference(-0.02, -0.03, -0.01, 2 / 2001, (42, 43, 44), (-0.021, -0.019, -0.02))
+    assert sentence(Claim("A", "B", "loss", below)) == (
+        "A is below B by 0.0200 in macro loss, which is better (95 % interval over test rows −0.0300 to −0.0100, "
+        "p ≤ 0.001; over seeds −0.0225 to −0.0175, p ≤ 0.001; by seed −0.0210, −0.0190, −0.0200)."
     )
-    split = Difference(-0.02, -0.03, -0.01, 0.01, (42, 43, 44), 1)
-    assert sentence("A", "B", "loss", split).endswith("; 3 seeds), but only 1 of 3 seeds has this sign.")
-    assert "which is worse" in sentence("A", "B", "score", below)
-    touching = Difference(-0.02, -0.04, 0.0, 0.05, (42,), 1)
-    assert sentence("A", "B", "loss", touching) == (
-        "A and B are not distinguishable in macro loss "
-        "(difference −0.0200, 95 % interval −0.0400 to 0.0000, p = 0.050; seed 42 only)."
+    assert "which is worse (" in sentence(Claim("A", "B", "score", below), Holm(0.03, 9))
+    lost = sentence(Claim("A", "B", "score", below, "here", " Paper: 1."), Holm(0.06, 9))
+    assert lost.startswith(
+        "here: A is below B by 0.0200 in macro score, which is worse, but not once all comparisons are"
     )
+    assert lost.endswith("of 9 comparisons by Holm p = 0.060). Paper: 1.")
+
+
+def test_rows_alone_make_no_verdict():
+    """Test rows tell the methods apart, the seeds do not, or are too few to tell."""
+    split = Difference(-0.02, -0.03, -0.01, 0.01, (42, 43, 44), (-0.07, 0.0, 0.01))
+    said = sentence(Claim("A", "B", "loss", split))
+    assert said.startswith("A and B are not distinguishable in macro loss (difference −0.0200, 95 % interval over test")
+    for seeds, words in (((42,), "seed 42 only"), ((42, 43), "seeds 42 and 43 only")):
+        few = Difference(-0.02, -0.03, -0.01, 2 / 2001, seeds, (-0.02,) * len(seeds))
+        assert sentence(Claim("A", "B", "loss", few)) == (
+            "A minus B in macro loss: −0.0200 (95 % interval over test rows −0.0300 to −0.0100, p ≤ 0.001; "
+            f"{words}). Nothing follows for other seeds."
+        )
+
+
+def test_holm_counts_every_comparison_with_enough_seeds():
+    clear = Difference(-0.02, -0.03, -0.01, 0.01, (1, 2, 3), (-0.02, -0.02, -0.02))
+    few = Difference(-0.02, -0.03, -0.01, 0.01, (1,), (-0.02,))
+    (first, second), (third,) = said_of(
+        [[Claim("A", "B", "loss", clear), Claim("A", "C", "loss", few)], [Claim("A", "D", "loss", clear)]]
+    )
+    assert "of 2 comparisons by Holm p = 0.020" in first
+    assert "Holm" not in second
+    assert "of 2 comparisons by Holm p = 0.020" in third
+
+
+def test_two_seeds_are_called_better_nowhere(tmp_path):
+    runs = [run(label, seed, loss) for label, loss in (("fedweave", 1.0), ("fedit", 2.0)) for seed in (42, 43)]
+    out = write(tmp_path, runs)
+    results = load_results(out)
+    (section,) = reading(results, Comparisons(results))
+    assert all("Nothing follows for other seeds" in said for said in section.sentences)
+    assert not any("better" in said or "worse" in said for said in section.sentences)
 
 
 def test_labels_are_spread_as_little_as_needed():

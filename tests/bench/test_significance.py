@@ -6,7 +6,16 @@ from bench_records import run, suite, write
 from scipy import stats
 
 from fedloom.bench.results import load_results
-from fedloom.bench.significance import Comparisons, macro_resamples, paired_bootstrap
+from fedloom.bench.significance import (
+    Comparisons,
+    Difference,
+    holm,
+    macro_resamples,
+    paired_bootstrap,
+    paired_t,
+    t_quantile,
+    t_tails,
+)
 from fedloom.errors import DataError
 
 
@@ -23,8 +32,10 @@ def test_a_constant_difference_has_no_spread():
     b = {42: {"t": np.stack([nll + 0.25 * tokens, tokens], axis=1)}}  # 0.25 more for every token
     found = paired_bootstrap(a, b)
     assert (found.estimate, found.low, found.high) == pytest.approx((-0.25, -0.25, -0.25))
-    assert found.distinguishable
     assert found.p == pytest.approx(2 / 2001)
+    assert not found.distinguishable  # one seed says nothing of others
+    three = paired_bootstrap(dict.fromkeys((1, 2, 3), a[42]), dict.fromkeys((1, 2, 3), b[42]))
+    assert three.distinguishable
 
 
 def test_a_method_does_not_differ_from_itself():
@@ -84,7 +95,7 @@ def test_only_common_seeds_count_and_signs_are_counted():
     a = {1: {"t": scores([1, 1])}, 2: {"t": scores([0, 0])}, 3: {"t": scores([9, 9])}}
     b = {1: {"t": scores([0, 0])}, 2: {"t": scores([0.5, 0.5])}, 4: {"t": scores([9, 9])}}
     found = paired_bootstrap(a, b)
-    assert (found.seeds, found.estimate, found.agreeing) == ((1, 2), 0.25, 1)
+    assert (found.seeds, found.estimate, found.each) == ((1, 2), 0.25, (1.0, -0.5))
     assert paired_bootstrap({1: a[1]}, {2: b[2]}) is None
 
 
@@ -108,7 +119,8 @@ def test_comparisons_of_a_benchmark_are_those_of_its_examples(tmp_path):
     results = load_results(write(tmp_path, suite()))
     comparisons, main = Comparisons(results), results.settings[0]
     found = comparisons.labels(main, "fedweave", "fedlease", "loss")
-    assert (found.estimate, found.seeds, found.agreeing) == (pytest.approx(-0.05), (42, 43, 44), 3)
+    assert (found.estimate, found.seeds) == (pytest.approx(-0.05), (42, 43, 44))
+    assert found.each == pytest.approx((-0.05, -0.05, -0.05))
     soft = comparisons.modes(main, "fedweave", "soft", "top1", "loss")
     assert soft.estimate == pytest.approx(-0.02)
     assert comparisons.labels(main, "fedweave", "local", "loss") is None
@@ -117,3 +129,36 @@ def test_comparisons_of_a_benchmark_are_those_of_its_examples(tmp_path):
 def test_without_examples_there_is_no_comparison(tmp_path):
     results = load_results(write(tmp_path, [run("fedweave"), run("fedit")], examples=False))
     assert Comparisons(results).labels(results.settings[0], "fedweave", "fedit", "loss") is None
+
+
+@pytest.mark.parametrize("freedom", range(1, 12))
+def test_students_t_is_scipys(freedom):
+    for t in (0.0, 0.1, 1.0, 2.5, 7.0):
+        assert t_tails(t, freedom) == pytest.approx(2 * stats.t.sf(t, freedom), abs=1e-12)
+    assert t_quantile(0.05, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+def test_the_interval_over_seeds_is_that_of_the_paired_t_test():
+    found, theirs = paired_t((1.0, 2.0, 4.0)), stats.ttest_1samp([1.0, 2.0, 4.0], 0)
+    interval = theirs.confidence_interval(0.95)
+    assert (found.low, found.high, found.p) == pytest.approx((interval.low, interval.high, theirs.pvalue))
+    assert (paired_t((0.5, 0.5)).low, paired_t((0.5, 0.5)).p) == (0.5, 0.0)
+    assert paired_t((0.0, 0.0)).p == 1.0
+
+
+def test_only_what_both_intervals_tell_apart_is_distinguishable():
+    narrow = {"estimate": 0.2, "low": 0.1, "high": 0.3, "p": 0.001}
+    assert Difference(**narrow, seeds=(1, 2, 3), each=(0.19, 0.2, 0.21)).distinguishable
+    assert not Difference(**narrow, seeds=(1, 2, 3), each=(0.5, 0.2, -0.1)).distinguishable  # the seeds disagree
+    assert not Difference(**narrow, seeds=(1, 2), each=(0.2, 0.2)).distinguishable  # too few of them
+    wide = narrow | {"low": -0.1, "p": 0.3}
+    assert not Difference(**wide, seeds=(1, 2, 3), each=(0.19, 0.2, 0.21)).distinguishable
+    assert Difference(**wide, seeds=(1, 2, 3), each=(0.19, 0.2, 0.21)).joint_p == 0.3
+    assert Difference(**narrow, seeds=(1, 2), each=(0.2, 0.2)).joint_p is None
+
+
+def test_holms_adjustment_by_hand():
+    """Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1; none below the one before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []

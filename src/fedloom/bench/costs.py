@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from fedloom.bench import paper
 from fedloom.bench.layout import STAT, Column, Entry, Table, stat, value, words
-from fedloom.bench.results import AXES, MAIN, Cell, Results, Stat
-from fedloom.budget import Budget, budget
+from fedloom.bench.results import AXES, MAIN, Cell, Results, Stat, mixture_notes
+from fedloom.budget import HUB_NAMES, Budget, budget, payload
 from fedloom.errors import FedloomError
 from fedloom.methods import METHODS
-from fedloom.report.wording import duration, listed, size, visible, whole
+from fedloom.report.wording import duration, listed, number, plural, size, visible, whole
+from fedloom.types import AdapterSpec
 
 #: The number of experts that FedWeave and FedLEASE selected in the paper's reported runs.
 EXPERTS = 4
@@ -19,7 +21,7 @@ NAMED = {"llama-3.2-3b": paper.LLAMA, "gemma-2-2b": paper.GEMMA}
 
 def budget_table(results: Results) -> Table:
     """Table 5: trainable parameters of every method in the suite, from the architectures alone."""
-    own = list(dict.fromkeys(s.backbone for s in results.settings))
+    own = list(dict.fromkeys(_short(s.backbone) for s in results.settings))
     names = list(dict.fromkeys(results.method(label) for label in results.labels()))
     native = [name for name in names if name in METHODS and METHODS[name].native]
     # The paper's backbones have no experts of their own.
@@ -29,42 +31,62 @@ def budget_table(results: Results) -> Table:
         Column("backbone"),
         Column("method"),
         Column("experts"),
+        Column("experts found", STAT),
         Column("rank"),
         Column("LoRA"),
         Column("routers and other"),
         Column("total"),
-        Column("bytes, float32"),
+        Column("trained", group="per client and round:"),
+        Column("up", group="per client and round:"),
+        Column("down", group="per client and round:"),
         Column("signature, values"),
+        Column("probe up, values"),
         Column("LoRA", group="paper:"),
         Column("total", group="paper:"),
     ]
     rows = []
-    notes = [f"Counts exclude the frozen backbone and optimizer state; {EXPERTS} experts where a method has several."]
+    notes = [
+        "Numbers of values, float32: times 4 for bytes. The frozen backbone and optimizer state are not counted.",
+        f"Experts: {EXPERTS} on the paper's backbones, as many as it found; else the most that a run here found. "
+        "Beside: the mean of the runs here.",
+        "Per client and round, at most: what a client trains, and what the method's own rules send up and down. Dense "
+        "additions to the weights (FLoRA, FedEx-LoRA) go down, frozen factors too.",
+        "A signature is the B factors of one warm-up, of each bucket, once. A goes with it: experts start from both.",
+    ]
     if native:
         titles = listed([METHODS[name].title for name in native])
         notes.append(f"{titles}: the backbone's own experts, of each mixture layer, stand under LoRA, at rank 0.")
     for backbone in backbones:
         for method in (name for name in names if name in METHODS and (name not in native or backbone in own)):
-            found = _budget(backbone, method)
+            runs = [c for c in results.cells if _short(c.setting.backbone) == backbone and c.record["method"] == method]
+            counts = Stat.of(c.get("experts") for c in runs if method not in native)
+            most = EXPERTS if backbone in NAMED else int(max(counts.values, default=EXPERTS))
+            found = _budget(backbone, method, most)
             if isinstance(found, Budget):
-                rows.append(_budget_row(found))
+                rows.append(_budget_row(found, counts))
             else:
                 notes.append(found)
     if unknown:
         notes.append(f"Not counted, for they are no registered method: {listed(unknown)}.")
     notes.append(f"Paper: {paper.place(paper.BUDGET)}, as it rounds them.")
+    notes += mixture_notes(results.cells)
     return Table("table5", "Trainable-parameter budget", columns, rows, notes)
 
 
-def _budget(backbone: str, method: str) -> Budget | str:
+def _short(backbone: str) -> str:
+    """Return the name of ``budget.ARCHITECTURES`` of a backbone that has one."""
+    return HUB_NAMES.get(backbone, backbone)
+
+
+def _budget(backbone: str, method: str, experts: int) -> Budget | str:
     """Return a budget, or why there is none: a table shows what can be counted and names what cannot."""
     try:
-        return budget(backbone, method, EXPERTS)
+        return budget(backbone, method, experts)
     except FedloomError as error:
         return f"Not counted: {visible(method)} on {visible(backbone)} ({error})"
 
 
-def _budget_row(found: Budget) -> list[Entry]:
+def _budget_row(found: Budget, counts: Stat) -> list[Entry]:
     theirs = [
         paper.BUDGET.get((found.method, what)) if NAMED.get(found.backbone) == paper.LLAMA else None
         for what in ("lora", "total")
@@ -73,10 +95,10 @@ def _budget_row(found: Budget) -> list[Entry]:
         words(NAMED.get(found.backbone, found.backbone)),
         words(METHODS[found.method].title),
         value(found.experts, str),
+        stat(counts, counts.n, lambda v: number(v, 2)),
         value(found.rank, str),
-        *(value(n, _whole) for n in (found.lora, found.router, found.total)),
-        value(found.round_bytes, size),
-        value(found.signature or None, _whole),
+        *(value(n, _whole) for n in (found.lora, found.router, found.total, found.trained, found.up, found.down)),
+        *(value(n or None, _whole) for n in (found.signature, found.probe)),
         *(value(p.value if p else None, lambda v: f"{v / 1e6:.2f}M") for p in theirs),
     ]
 
@@ -89,17 +111,20 @@ def cost_table(results: Results) -> Table:
     def cost(key: str) -> Callable[[Cell], float | None]:
         return lambda cell: cell.get("costs", key)
 
+    def traffic(key: str) -> Callable[[Cell], float | None]:
+        return lambda cell: cell.get("costs", key) if has_traffic(cell.record["method"]) else None
+
     measured: list[tuple[str, str, Callable[[Cell], float | None], Callable[[float], str]]] = [
-        ("up", "per client and round:", cost("bytes_up"), size),
-        ("down", "per client and round:", cost("bytes_down"), size),
-        ("up", "probe, per client:", cost("probe_bytes_up"), size),
-        ("down", "probe, per client:", cost("probe_bytes_down"), size),
+        ("up", "per client and round:", traffic("bytes_up"), size),
+        ("down", "per client and round:", traffic("bytes_down"), size),
+        ("up", "probe, per client:", traffic("probe_bytes_up"), size),
+        ("down", "probe, per client:", traffic("probe_bytes_down"), size),
         ("warm-up steps / local steps", "", warmup_share, lambda v: f"{100 * v:.1f} %"),
         ("probe", "time:", cost("probe_seconds"), duration),
         ("a round", "time:", cost("round_seconds"), duration),
         ("training", "time:", cost("train_seconds"), duration),
-        ("with evaluation", "time:", lambda cell: cell.get("seconds"), duration),
-        ("peak memory", "", cost("peak_bytes"), size),
+        ("with evaluation", "time:", whole_seconds, duration),
+        ("peak resident memory of the process", "", cost("peak_bytes"), size),
     ]
     columns = [
         *([Column("backbone"), *(Column(AXES[name]) for name in axes)] if len(settings) > 1 else []),
@@ -126,9 +151,46 @@ def cost_table(results: Results) -> Table:
     notes = [
         "Mean ± standard deviation (n − 1) over seeds. Bytes are of encoded messages. The CSV holds bytes and seconds.",
         "Time and memory are of the machine that ran it; other work there makes them larger.",
+        "Embedding the prompts comes before the probe and is not in its time.",
+        "Memory: the most that the host process ever held, evaluation included; that of an accelerator is not in it.",
+        *_traffic_notes(results),
         f"Paper: {paper.WARMUP_SHARE.where}.",
     ]
+    if resumed := sum(bool(cell.get("resumed")) for cell in results.cells):
+        notes.append(
+            f"{plural(resumed, 'run')} went on from a checkpoint: its time with evaluation is known only since then "
+            "and is left out of the mean; its memory is that of the last process."
+        )
+    notes += mixture_notes(results.cells)
     return Table("costs", "Measured costs", columns, rows, notes)
+
+
+@cache
+def has_traffic(method: str) -> bool:
+    """Return whether a method's clients send anything to a server; a method that is not registered may."""
+    if method not in METHODS or METHODS[method].native:
+        return True
+    return payload(METHODS[method](), AdapterSpec(("x",), rank=1), {"x": (1, 1)}, 1, 1).up > 0
+
+
+def whole_seconds(cell: Cell) -> float | None:
+    """Return a run's time with evaluation; None where it was resumed, whose clock began in the middle."""
+    return None if cell.get("resumed") else cell.get("seconds")
+
+
+def _traffic_notes(results: Results) -> list[str]:
+    """Say what the bytes of some methods hold that a leaner exchange would not, and why others have none."""
+    titles = {str(c.record["method"]): c.record["title"] for c in results.cells}
+    notes = []
+    if silent := [title for method, title in titles.items() if not has_traffic(method)]:
+        notes.append(
+            f"{listed(silent)}: no traffic, so no bytes. The simulation's orders bring the first adapter all the "
+            "same, of which Local makes no use after a client's first round."
+        )
+    idle = {"ffa_lora": "the frozen A", "fedsa_lora": "the first B, which a client with one of its own does not use"}
+    if held := [f"{titles[method]} {what}" for method, what in idle.items() if method in titles]:
+        notes.append(f"Down is what is sent here with every order; it holds of {'; of '.join(held)}.")
+    return notes
 
 
 def warmup_share(cell: Cell) -> float | None:

@@ -10,12 +10,13 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.adapters.inject import default_targets, graft
+from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.adapters.native import ROUTERS, find_native
 from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.bench.suite import Cell
-from fedloom.budget import architecture
+from fedloom.budget import Payload, architecture, most_buckets, payload
 from fedloom.config import Config
+from fedloom.methods.prototypes import ExpertOptions
 from fedloom.types import AdapterSpec
 
 #: Assumed, and said so beside the figures: what a data-centre GPU sustains on these small batches, in FLOP/s.
@@ -31,18 +32,21 @@ class Forecast:
     Attributes:
         trainable: parameters that a client trains: of adapters and routers, or of a backbone with experts of its own.
         frozen: the other parameters of the backbone.
-        round_bytes: float32 bytes per client, round and direction, at most.
-        total_bytes: both directions, all clients and rounds, at most.
+        up_bytes, down_bytes: float32 bytes per client and round, at most.
+        probe_steps: warm-up steps of one client before round 1, at most.
+        total_bytes: both directions, all clients, the rounds and the probe's warm-ups, at most.
         memory: bytes on the device: frozen weights in bfloat16, trained ones with gradients and AdamW moments in
-            float32, activations.
+            float32, what else an order brings in float32, activations.
         examples: what a round trains on, at most.
-        hours: local steps at the longest length and ``SUSTAINED``, without evaluation; of a mixture layer's experts a
-            token meets only those that it is sent to.
+        hours: warm-up and local steps at the longest length and ``SUSTAINED``, without evaluation; of a mixture layer's
+            experts a token meets only those that it is sent to.
     """
 
     trainable: int
     frozen: int
-    round_bytes: int
+    up_bytes: int
+    down_bytes: int
+    probe_steps: int
     total_bytes: int
     memory: int
     examples: int
@@ -63,35 +67,47 @@ def forecast(cell: Cell) -> Forecast:
     whole = sum(p.numel() for p in model.parameters())
     met = _met(model, whole)
     rank = adapter.rank or method.default_rank
-    with torch.device("meta"):
-        if adapter.native == "full":
-            slots = find_native(model).slots()
-        elif adapter.native == "lora":
-            slots = graft_expert_lora(model, rank, adapter.alpha).slots()
-        else:
-            targets = tuple(adapter.targets or default_targets(model_config))
-            spec = method.deployed(AdapterSpec(targets, rank, adapter.alpha, adapter.dropout), EXPERTS)
-            slots = graft(model, spec, model_config.hidden_size).parameters_by_name()
-    trainable = sum(slot.value.numel() for slot in slots.values())
-    frozen = whole - trainable if adapter.native == "full" else whole
-    clients = config.data.benchmark.clients if config.data.benchmark else max(1, len(config.data.clients))
+    one = 0  # values of one bucket's warm-up
+    if adapter.native:
+        with torch.device("meta"):
+            full = adapter.native == "full"
+            slots = find_native(model).slots() if full else graft_expert_lora(model, rank, adapter.alpha).slots()
+        count = sum(slot.value.numel() for slot in slots.values())
+        sent = Payload(count, count, count)
+    else:
+        targets = tuple(adapter.targets or default_targets(model_config))
+        shapes = target_modules(model, targets)
+        sent = payload(method, AdapterSpec(targets, rank, adapter.alpha), shapes, model_config.hidden_size, EXPERTS)
+        one = sum(rank * (out + width) for out, width in shapes.values())
+    frozen = whole - sent.trained if adapter.native == "full" else whole
+    clients = _clients(config)
     rounds, training = config.federation.rounds, config.training
     cohort = max(1, round(clients * config.federation.participation))
-    examples = _examples(config, cohort)
-    tokens = examples * config.data.max_length * rounds
+    examples, warm = _examples(config, cohort), method.options
+    buckets = most_buckets(method) if isinstance(warm, ExpertOptions) else 0
+    probed = clients * buckets * warm.warmup_steps * warm.warmup_batch if isinstance(warm, ExpertOptions) else 0
+    tokens = (examples * rounds + probed) * config.data.max_length
     width, layers = model_config.hidden_size, model_config.num_hidden_layers
     # About 34 bytes per token, layer and channel are kept for the backward pass in mixed precision.
     activations = 34 * training.batch_size * config.data.max_length * width * layers
+    probe_values = clients * (1 + buckets) * one if buckets else 0  # one adapter down, one per bucket up
     return Forecast(
-        trainable=trainable,
+        trainable=sent.trained,
         frozen=frozen,
-        round_bytes=4 * trainable,
-        total_bytes=2 * 4 * trainable * cohort * rounds,
-        memory=2 * frozen + 16 * trainable + activations,
+        up_bytes=4 * sent.up,
+        down_bytes=4 * sent.down,
+        probe_steps=buckets * warm.warmup_steps if isinstance(warm, ExpertOptions) else 0,
+        total_bytes=4 * ((sent.up + sent.down) * cohort * rounds + probe_values),
+        memory=2 * frozen + 16 * sent.trained + 4 * max(0, sent.down - sent.trained) + activations,
         examples=examples,
         # Forward 2, backward through frozen weights 2, gradients of the backbone's own weights 2.
         hours=(6 if adapter.native == "full" else 4) * met * tokens / SUSTAINED / 3600,
     )
+
+
+def _clients(config: Config) -> int:
+    source = config.data.benchmark or config.data.synthetic
+    return source.clients if source else max(1, len(config.data.clients))
 
 
 def _examples(config: Config, cohort: int) -> int:
@@ -123,7 +139,8 @@ def dry_table(cells: Sequence[Cell]) -> Table:
         groups.setdefault((cell.title, cell.config.backbone.name, tasks), []).append(cell)
     table = Table(
         title="What the suite will take",
-        caption=f"At most: longest texts, {EXPERTS} experts where the method finds their number, "
+        caption=f"At most: longest texts, {EXPERTS} experts where the method finds their number, as many "
+        "warm-ups before round 1 as a client may have buckets (in bytes and hours), "
         f"{SUSTAINED / 1e12:.0f} TFLOP/s sustained (assumed), evaluation not counted.",
     )
     table.add_column("method")
@@ -132,7 +149,9 @@ def dry_table(cells: Sequence[Cell]) -> Table:
         "cells",
         "examples per round",
         "trainable",
-        "bytes per client, round, direction",
+        "warm-up steps per client",
+        "bytes up per client and round",
+        "bytes down",
         "GB moved per cell",
         "device GB",
         "hours",
@@ -148,11 +167,13 @@ def dry_table(cells: Sequence[Cell]) -> Table:
             str(len(group)),
             f"{one.examples:,}",
             f"{one.trainable:,}",
-            f"{one.round_bytes:,}",
+            f"{one.probe_steps:,}",
+            f"{one.up_bytes:,}",
+            f"{one.down_bytes:,}",
             f"{one.total_bytes / 1e9:.2f}",
             f"{one.memory / 1e9:.1f}",
             f"{one.hours:.2f}",
         )
     table.add_section()
-    table.add_row("all", "", str(len(cells)), "", "", "", f"{moved / 1e9:.1f}", "", f"{hours:.1f}")
+    table.add_row("all", "", str(len(cells)), *[""] * 5, f"{moved / 1e9:.1f}", "", f"{hours:.1f}")
     return table

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedloom.bench import fcmoe_paper as paper
 from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, ranks, stat, value, words
-from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat
+from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat, mixture_notes
 from fedloom.bench.significance import Comparisons
 from fedloom.bench.tables import INTERVALS, MEANS, RANKED
+from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.report.wording import number
 
 BASELINE = "fedavg_moe"
@@ -99,9 +100,15 @@ def accuracy_table(results: Results, comparisons: Comparisons, task: str) -> Tab
                     *(value(theirs) for theirs in printed),
                 ]
             )
+        theirs = paper.GLOBAL.get(task, {}).get("pfl_moe", {}).get(setting.get("alpha"))
+        if labels and theirs:
+            title = words("PFL-MoE (paper only, not implemented)")
+            empty = [value(None), *(stat(Stat(), 0) for _ in MEASURES), *([difference(None)] if alone else [])]
+            rows.append([*_place(setting, settings), title, *empty, *(value(v) for v in theirs)])
     notes = [MEANS, RANKED, *([INTERVALS] if alone else [])]
     notes.append("Precision and recall are plain means over labels; an answer that is no label counts as wrong.")
-    notes.append(f"{AGAINST}. {paper.TABLE1}.")
+    notes.append(f"{AGAINST}. {paper.TABLE1}. fedloom has no PFL-MoE: its rows hold the paper's numbers alone.")
+    notes += [*_capacity(results), *_mixed(results, settings)]
     return Table(f"fcmoe_table1_{task}", f"Global model by label skew: {task}", columns, rows, notes) if rows else None
 
 
@@ -141,7 +148,7 @@ def ablation_table(results: Results, comparisons: Comparisons) -> Table | None:
                     *(value(theirs) for theirs in printed or (None, None)),
                 ]
             )
-    notes = [MEANS, RANKED, INTERVALS, LOCAL, f"{AGAINST}. {paper.TABLE2}."]
+    notes = [MEANS, RANKED, INTERVALS, LOCAL, f"{AGAINST}. {paper.TABLE2}.", *_mixed(results, settings)]
     return Table("fcmoe_table2", "FC-MoE without one of its parts", columns, rows, notes)
 
 
@@ -169,7 +176,8 @@ def local_table(results: Results) -> Table | None:
             rows.append(
                 [*_place(setting, settings), words(results.title(label)), value(len(cells), str), words(own), *entries]
             )
-    return Table("fcmoe_local", "Local accuracy over clients", columns, rows, [MEANS, RANKED, LOCAL]) if rows else None
+    notes = [MEANS, RANKED, LOCAL, *_capacity(results), *_mixed(results, settings)]
+    return Table("fcmoe_local", "Local accuracy over clients", columns, rows, notes) if rows else None
 
 
 def convergence_table(results: Results) -> Table | None:
@@ -200,6 +208,8 @@ def convergence_table(results: Results) -> Table | None:
         f"Target: {TARGET:.0%} of the accuracy that FedAvg has after its last round, of each seed.",
         "Rounds: the first measured round whose global model has it; the mean is over seeds that reach it.",
         "The paper's Figure 3a states neither its target nor its numbers.",
+        *_capacity(results),
+        *_mixed(results, settings),
     ]
     return Table("fcmoe_fig3a", "Rounds to a target accuracy", columns, rows, notes) if rows else None
 
@@ -221,6 +231,7 @@ def conflict_table(results: Results) -> Table | None:
         "Mean over rounds, ± standard deviation (n − 1) over seeds.",
         "In conflict: share of pairs of a client and an expert whose update has a negative cosine with the consensus. "
         "Length: factor by which projection lengthens the consensus, mean over experts (1: nothing opposes it).",
+        *_mixed(results, settings),
     ]
     return Table("fcmoe_conflict", "Expert conflict", columns, rows, notes) if rows else None
 
@@ -272,6 +283,18 @@ def _against(comparisons: Comparisons, setting: Setting, label: str) -> Entry:
     if label == NATIVE_MAIN:
         return difference(None)
     return difference(comparisons.labels(setting, label, NATIVE_MAIN, "score"))
+
+
+def _capacity(results: Results) -> list[str]:
+    """Say what FedMoE's clients hold, which is less than the others' do."""
+    capacity = FedMoEOptions().capacity
+    if not any(results.method(label) == "fedmoe" for label in results.labels()):
+        return []
+    return [f"A client of FedMoE holds and trains {capacity:.0%} of the experts unless its suite says otherwise."]
+
+
+def _mixed(results: Results, settings: Sequence[Setting]) -> list[str]:
+    return mixture_notes([cell for setting in settings for cell in _cells(results, setting)])
 
 
 def _any(results: Results, setting: Setting, get: Callable[[Cell], float | None]) -> bool:

@@ -130,7 +130,10 @@ def routing_maps(results: Results, setting: Setting) -> Picture | None:
         for label, rows in gates.items()
     )
     inches = (1.9 + 0.72 * sum(widths), 1.1 + 0.5 * len(tasks))
-    return picture_of("fig2_routing", f"Mean gate of each expert, per task ({setting.text})", text, inches, draw)
+    title = f"Mean gate of each expert, per task ({setting.text})"
+    if "fedlease" in gates:
+        title += f". {results.title('fedlease')}: mean over its clusters' routers, weighted by their examples"
+    return picture_of("fig2_routing", title, text, inches, draw)
 
 
 def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:

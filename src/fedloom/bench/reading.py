@@ -1,19 +1,22 @@
-"""What the differences say, in sentences made from the data alone; none is claimed without its interval."""
+"""What the differences say, in sentences made from the data alone; none is claimed without its intervals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.bench import paper
 from fedloom.bench.layout import p_words, signed
 from fedloom.bench.results import ABLATIONS, MAIN, Results, Setting
-from fedloom.bench.significance import Comparisons, Difference
+from fedloom.bench.significance import Comparisons, Difference, holm
 from fedloom.methods import METHODS
-from fedloom.report.wording import number
+from fedloom.report.wording import listed, number
 
 METRICS = ("loss", "score")
 #: The papers' closest baselines; where a suite lacks them, the trend over settings is against FedIT or FedAvg.
 RIVALS = ("fedlease", "fedit", "fedmoe", "fedavg_moe")
+#: What an adjusted p must not exceed.
+LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -24,34 +27,72 @@ class Section:
     sentences: tuple[str, ...]
 
 
-def sentence(a: str, b: str, metric: str, found: Difference | None, where: str = "") -> str:
-    """Say how A differs from B, with the interval; a difference whose interval holds 0 is not called one.
+@dataclass(frozen=True)
+class Holm:
+    """A comparison's joint p, adjusted for all ``comparisons`` of the page that have enough seeds."""
 
-    Args:
-        a, b: what is compared, A − B.
+    p: float
+    comparisons: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A − B, to be said in a sentence.
+
+    Attributes:
+        a, b: what is compared.
         metric: ``loss`` or ``score``.
         found: the comparison; None where per-example numbers are not on file.
         where: words before it, as ``α = 0.1``.
+        after: a sentence behind it.
     """
-    start = f"{where}: " if where else ""
+
+    a: str
+    b: str
+    metric: str
+    found: Difference | None
+    where: str = ""
+    after: str = ""
+
+
+#: A heading and what stands below it.
+Group = tuple[str, list[Claim]]
+
+
+def sentence(claim: Claim, adjusted: Holm | None = None) -> str:
+    """Say how A differs from B, with the intervals; only what both tell apart is called better or worse."""
+    a, b, metric, found = claim.a, claim.b, claim.metric, claim.found
+    start = f"{claim.where}: " if claim.where else ""
     if found is None:
-        return f"{start}{a} and {b}: macro {metric} cannot be compared: no per-example numbers of a common seed."
-    interval = f"95 % interval {signed(found.low)} to {signed(found.high)}, {p_words(found.p)}"
-    seeds = f"{len(found.seeds)} seeds" if len(found.seeds) > 1 else f"seed {found.seeds[0]} only"
+        said = f"{a} and {b}: macro {metric} cannot be compared: no per-example numbers of a common seed."
+        return start + said + claim.after
+    rows = f"95 % interval over test rows {signed(found.low)} to {signed(found.high)}, {p_words(found.p)}"
+    spread = found.over_seeds
+    if spread is None:
+        seeds = f"seed{'s' if len(found.seeds) > 1 else ''} {listed([str(seed) for seed in found.seeds])}"
+        said = f"{a} minus {b} in macro {metric}: {signed(found.estimate)} ({rows}; {seeds} only)."
+        return f"{start}{said} Nothing follows for other seeds.{claim.after}"
+    each = ", ".join(signed(d) for d in found.each)
+    detail = f"{rows}; over seeds {signed(spread.low)} to {signed(spread.high)}, {p_words(spread.p)}; by seed {each}"
+    if adjusted is not None:
+        detail += f"; of {adjusted.comparisons} comparisons by Holm {p_words(adjusted.p)}"
     if not found.distinguishable:
-        return (
-            f"{start}{a} and {b} are not distinguishable in macro {metric} "
-            f"(difference {signed(found.estimate)}, {interval}; {seeds})."
-        )
+        said = f"{a} and {b} are not distinguishable in macro {metric} (difference {signed(found.estimate)}, {detail})."
+        return start + said + claim.after
     side = "below" if found.estimate < 0 else "above"
     better = "better" if (found.estimate < 0) == (metric == "loss") else "worse"
-    # Test rows alone can make an interval narrow; seeds that disagree say that it is not the method.
-    split = found.agreeing < len(found.seeds)
-    but = f", but only {found.agreeing} of {len(found.seeds)} seeds has this sign" if split else ""
-    return (
-        f"{start}{a} is {side} {b} by {number(abs(found.estimate))} in macro {metric}, which is {better} "
-        f"({interval}; {seeds}){but}."
-    )
+    but = ", but not once all comparisons are counted" if adjusted is not None and adjusted.p > LEVEL else ""
+    said = f"{a} is {side} {b} by {number(abs(found.estimate))} in macro {metric}, which is {better}{but} ({detail})."
+    return start + said + claim.after
+
+
+def said_of(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
+    """Return the sentences of several groups of claims; Holm's adjustment is over all of them."""
+    ps = [claim.found.joint_p if claim.found else None for group in claims for claim in group]
+    known = [p for p in ps if p is not None]
+    adjusted = iter(holm(known))
+    notes = iter([None if p is None else Holm(next(adjusted), len(known)) for p in ps])
+    return [[sentence(claim, next(notes)) for claim in group] for group in claims]
 
 
 def reading(results: Results, comparisons: Comparisons) -> list[Section]:
@@ -60,58 +101,59 @@ def reading(results: Results, comparisons: Comparisons) -> list[Section]:
     if results.main not in results.labels(main):
         title = METHODS[results.main].title
         return [Section(main.text, (f"{title} has no result in this setting, so nothing is compared with it.",))]
-    sections = [
+    groups = [
         _baselines(results, comparisons, main),
         _ablations(results, comparisons, main),
         _routing(results, comparisons, main),
         _trend(results, comparisons, main.backbone),
     ]
-    return [section for section in sections if section.sentences]
+    said = said_of([claims for _, claims in groups])
+    return [Section(title, tuple(found)) for (title, _), found in zip(groups, said, strict=True) if found]
 
 
-def _baselines(results: Results, comparisons: Comparisons, setting: Setting) -> Section:
+def _baselines(results: Results, comparisons: Comparisons, setting: Setting) -> Group:
     title = results.title(results.main)
     found = []
     for label in results.compared(setting):
         if label != results.main and results.has_global_model(label) and not results.is_variant(label):
             other = results.title(label) + (" (pooled data)" if results.is_pooled(label) else "")
             found += [
-                sentence(title, other, m, comparisons.labels(setting, results.main, label, m))
+                Claim(title, other, m, comparisons.labels(setting, results.main, label, m))
                 for m in _measured(results, setting)
             ]
-    return Section(f"{title} against each baseline ({setting.text})", tuple(found))
+    return f"{title} against each baseline ({setting.text})", found
 
 
-def _ablations(results: Results, comparisons: Comparisons, setting: Setting) -> Section:
+def _ablations(results: Results, comparisons: Comparisons, setting: Setting) -> Group:
     found = []
     for label in results.labels(setting):
         if results.is_variant(label):
             for metric in _measured(results, setting):
                 difference = comparisons.labels(setting, label, results.main, metric)
-                said = sentence(results.title(label), results.title(results.main), metric, difference)
-                found.append(said + _printed(paper.ABLATION.get((label, metric)), setting))
+                printed = _printed(paper.ABLATION.get((label, metric)), setting)
+                titles = results.title(label), results.title(results.main)
+                found.append(Claim(*titles, metric, difference, after=printed))
     ablated = set(ABLATIONS) & set(results.labels(setting)) or results.main != MAIN
     words = "Ablations and variants" if ablated else f"Variants of {results.title(results.main)}"
-    return Section(f"{words} ({setting.text})", tuple(found))
+    return f"{words} ({setting.text})", found
 
 
-def _routing(results: Results, comparisons: Comparisons, setting: Setting) -> Section:
+def _routing(results: Results, comparisons: Comparisons, setting: Setting) -> Group:
     modes = results.modes(setting, MAIN)
     found = []
     for mode in modes:
         if mode != "top1" and "top1" in modes:
             for metric in _measured(results, setting):
                 difference = comparisons.modes(setting, MAIN, "top1", mode, metric)
-                said = sentence("top1", mode, metric, difference)
                 printed = [paper.ROUTING.get((m, "score")) for m in ("top1", mode)]
+                gap = None
                 if metric == "score" and printed[0] and printed[1]:
                     gap = paper.Printed(printed[0].value - printed[1].value, printed[0].where)
-                    said += _printed(gap, setting)
-                found.append(said)
-    return Section(f"One expert against several, same FedWeave models ({setting.text})", tuple(found))
+                found.append(Claim("top1", mode, metric, difference, after=_printed(gap, setting)))
+    return f"One expert against several, same FedWeave models ({setting.text})", found
 
 
-def _trend(results: Results, comparisons: Comparisons, backbone: str) -> Section:
+def _trend(results: Results, comparisons: Comparisons, backbone: str) -> Group:
     """The main method against its rival in every setting of the backbone; each setting is a comparison of its own."""
     settings = sorted(
         (s for s in results.settings if s.backbone == backbone and results.main in results.labels(s)),
@@ -119,16 +161,17 @@ def _trend(results: Results, comparisons: Comparisons, backbone: str) -> Section
     )
     rival = next((r for r in RIVALS if sum(r in results.labels(s) for s in settings) > 1), None)
     if rival is None:
-        return Section("", ())
+        return "", []
     found = []
     for metric in METRICS:
         for setting in settings:
             if rival in results.labels(setting) and metric in _measured(results, setting):
                 difference = comparisons.labels(setting, results.main, rival, metric)
-                said = sentence(results.title(results.main), results.title(rival), metric, difference, setting.text)
                 printed = paper.OVER_FEDLEASE.get((setting.get("alpha"), metric)) if rival == "fedlease" else None
-                found.append(said + (f" Paper, {paper.LLAMA}: {signed(printed.value)}." if printed else ""))
-    return Section(f"{results.title(results.main)} against {results.title(rival)} in every setting", tuple(found))
+                after = f" Paper, {paper.LLAMA}: {signed(printed.value)}." if printed else ""
+                titles = results.title(results.main), results.title(rival)
+                found.append(Claim(*titles, metric, difference, setting.text, after))
+    return f"{results.title(results.main)} against {results.title(rival)} in every setting", found
 
 
 def _measured(results: Results, setting: Setting) -> list[str]:

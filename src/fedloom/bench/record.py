@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedloom.bench.suite import Cell
 from fedloom.runtime.events import RoundLog
-from fedloom.types import Plain
+from fedloom.types import AdapterSpec, Plain
 
 #: What is per example goes to a file of its own.
 PER_EXAMPLE = ("each", "each_loss")
@@ -21,6 +21,7 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
     rounds = RoundLog(folder / "rounds.jsonl").read()
     config = cell.config
     method = config.build_method()
+    rank = config.adapter.rank or method.default_rank
     routing, examples = {}, {}
     for mode, found in metrics.get("routing", {}).items():
         routing[mode] = {key: value for key, value in found.items() if key not in PER_EXAMPLE}
@@ -49,6 +50,7 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "global_model": method.global_model,
         "personal": method.personal,
         "experts": metrics["experts"],
+        "rank": None if method.native else method.deployed(AdapterSpec((), rank), 1).rank,
         "routing": routing,
         "routing_matrix": metrics.get("routing_matrix", {}),
         "personalised": metrics.get("personalised"),

@@ -13,7 +13,7 @@ from fedloom.bench.figures import Picture
 from fedloom.bench.layout import Table
 from fedloom.bench.reading import Section
 from fedloom.bench.results import Cell, Results
-from fedloom.bench.significance import RESAMPLES
+from fedloom.bench.significance import LEAST_SEEDS, RESAMPLES
 from fedloom.report.wording import FILTERS, MISSING
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -45,6 +45,7 @@ def render(
         seeds=", ".join(str(seed) for seed in sorted({c.seed for c in results.cells})),
         settings=[setting.text for setting in results.settings],
         resamples=RESAMPLES,
+        least_seeds=LEAST_SEEDS,
         sections=sections,
         tables=[_table(table) for table in tables],
         pictures=[_picture(picture) for picture in pictures],
@@ -84,6 +85,7 @@ def _run(cell: Cell) -> dict[str, Any]:
         "seed": cell.seed,
         "machine": _machine(record.get("machine") or {}),
         "seconds": record.get("seconds"),
+        "resumed": bool(record.get("resumed")),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from fedloom.errors import DataError
 from fedloom.methods import METHODS
+from fedloom.report.wording import plural
 from fedloom.types import Plain
 
 #: The method that all others are compared with, and what stands for it without one of its parts (FedWeave, Table 2).
@@ -164,6 +166,10 @@ class Results:
     def stat(self, setting: Setting, label: str, get: Callable[[Cell], float | None]) -> Stat:
         return Stat.of(get(cell) for cell in self.of(setting, label))
 
+    def among(self, setting: Setting, labels: Iterable[str]) -> list[Cell]:
+        """Return the cells of some labels, label by label."""
+        return [cell for label in labels for cell in self.of(setting, label)]
+
     def first(self, label: str) -> Cell:
         return next(c for c in self.cells if c.label == label)
 
@@ -188,6 +194,29 @@ class Results:
     def modes(self, setting: Setting, label: str) -> list[str]:
         """Return the routing modes that were measured."""
         return list(dict.fromkeys(m for c in self.of(setting, label) for m in c.get("routing") or {}))
+
+
+def mixture_notes(cells: Sequence[Cell]) -> list[str]:
+    """Return a note for a table whose cells other versions of the source or other packages made; else nothing."""
+    sources = _counted(str(cell.record.get("source_hash") or "unknown")[:12] for cell in cells)
+    start = f"The {len(cells)} runs of this table were made with"
+    notes = []
+    if len(sources) > 1:
+        notes.append(f"{start} {len(sources)} versions of fedloom's source: {_runs(sources)}.")
+    found = [{"python": cell.record.get("python"), **(cell.record.get("packages") or {})} for cell in cells]
+    for name in sorted({name for versions in found for name in versions}):
+        versions = _counted(str(packages.get(name) or "unknown") for packages in found)
+        if len(versions) > 1:
+            notes.append(f"{start} {len(versions)} versions of {name}: {_runs(versions)}.")
+    return notes
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _runs(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({plural(count, 'run')})" for name, count in counts.items())
 
 
 def load_results(out: Path) -> Results:

@@ -1,14 +1,19 @@
-"""Is a difference more than the luck of the test examples? A paired bootstrap, stratified by task and seed.
+"""Is a difference more than the luck of the test examples, and of the seeds? Two intervals, and both must say so.
 
-B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993): percentile interval (ch. 13). Both methods answer
-the same rows, so every resample draws the same rows for both. What it covers is the draw of test examples, for models
-as they were trained with these seeds; the spread between seeds stands beside it as the standard deviation.
+Over test rows: a paired bootstrap, stratified by task and seed. B. Efron and R. Tibshirani, "An Introduction to the
+Bootstrap" (1993): percentile interval (ch. 13). Both methods answer the same rows, so every resample draws the same
+rows for both. It covers the draw of test examples, for models as they were trained with these seeds.
+
+Over seeds: Student's t on the paired differences of the seeds, with n − 1 degrees of freedom, from three seeds on. It
+covers the draw of data, clients and training. S. Holm, "A simple sequentially rejective multiple test procedure" (1979)
+adjusts for the number of comparisons.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,6 +32,17 @@ RESAMPLES = 2000
 SEED = 20260
 #: Differences below this are rounding of float64 sums, so equal predictions give exactly 0.
 ROUNDING = 1e-12
+#: Fewer seeds say nothing of other seeds.
+LEAST_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Student's paired t over seeds: 95 % interval of the mean difference, and its two-sided p."""
+
+    low: float
+    high: float
+    p: float
 
 
 @dataclass(frozen=True)
@@ -35,10 +51,10 @@ class Difference:
 
     Attributes:
         estimate: mean over seeds of the macro difference on all examples.
-        low, high: 95 % percentile interval.
-        p: two-sided; (1 + resamples on the lesser side of 0) / (1 + resamples), doubled, at most 1.
+        low, high: 95 % percentile interval over test rows.
+        p: two-sided, over test rows; (1 + resamples on the lesser side of 0) / (1 + resamples), doubled, at most 1.
         seeds: the seeds that both have.
-        agreeing: how many of them have a difference of the estimate's sign.
+        each: the difference of each seed.
     """
 
     estimate: float
@@ -46,12 +62,68 @@ class Difference:
     high: float
     p: float
     seeds: tuple[int, ...]
-    agreeing: int
+    each: tuple[float, ...]
+
+    @property
+    def over_seeds(self) -> Spread | None:
+        """The interval over seeds; None where there are too few of them."""
+        return paired_t(self.each) if len(self.each) >= LEAST_SEEDS else None
 
     @property
     def distinguishable(self) -> bool:
-        """Whether the interval leaves 0 out."""
-        return self.low > 0 or self.high < 0
+        """Whether both intervals leave 0 out; never with too few seeds."""
+        spread = self.over_seeds
+        if spread is None:
+            return False
+        return (self.low > 0 and spread.low > 0) or (self.high < 0 and spread.high < 0)
+
+    @property
+    def joint_p(self) -> float | None:
+        """The larger p of both tests: what it takes that both reject. None with too few seeds."""
+        return None if self.over_seeds is None else max(self.p, self.over_seeds.p)
+
+
+def paired_t(each: Sequence[float]) -> Spread:
+    """Return Student's interval and p for the mean of the seeds' differences (n,), n ≥ 2; n − 1 degrees of freedom."""
+    n, mean = len(each), math.fsum(each) / len(each)
+    error = math.sqrt(math.fsum((d - mean) ** 2 for d in each) / (n - 1) / n)
+    if error < ROUNDING:
+        return Spread(mean, mean, 1.0 if abs(mean) < ROUNDING else 0.0)
+    reach = error * t_quantile(0.05, n - 1)
+    return Spread(mean - reach, mean + reach, t_tails(mean / error, n - 1))
+
+
+def t_tails(t: float, freedom: int) -> float:
+    """Return P(|T| ≥ |t|) of Student's t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: whole degrees of freedom)."""
+    angle = math.atan2(abs(t), math.sqrt(freedom))
+    cosine = math.cos(angle)
+    term = total = cosine if freedom % 2 else 1.0
+    for k in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    if freedom % 2 == 0:
+        return 1 - math.sin(angle) * total
+    return 1 - 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
+
+
+def t_quantile(tails: float, freedom: int) -> float:
+    """Return t with P(|T| ≥ t) = ``tails``, by bisection."""
+    low, high = 0.0, 1.0
+    while t_tails(high, freedom) > tails:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tails(middle, freedom) > tails else (low, middle)
+    return (low + high) / 2
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Return Holm's adjusted p values, in the order given."""
+    adjusted, worst = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[index]))
+        adjusted[index] = worst
+    return adjusted
 
 
 @lru_cache(maxsize=64)
@@ -112,8 +184,7 @@ def summary(seeds: list[int], differences: list[tuple[float, Array]]) -> Differe
     low, high = np.percentile(drawn, [2.5, 97.5])
     lesser = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (1 + lesser) / (1 + len(drawn)))
-    agreeing = sum(bool(np.sign(e) == np.sign(estimate)) for e in each)
-    return Difference(estimate, float(low), float(high), p, tuple(seeds), agreeing)
+    return Difference(estimate, float(low), float(high), p, tuple(seeds), tuple(each))
 
 
 def _require_pairs(a: Strata, b: Strata, seed: int) -> None:

@@ -19,12 +19,18 @@ from fedloom.bench.layout import (
     value,
     words,
 )
-from fedloom.bench.results import ABLATIONS, AXES, MAIN, Cell, Results, Setting, Stat
+from fedloom.bench.results import ABLATIONS, AXES, MAIN, Cell, Results, Setting, Stat, mixture_notes
 from fedloom.bench.significance import Comparisons
-from fedloom.report.wording import listed, number
+from fedloom.report.wording import MISSING, listed, number
 
-INTERVALS = "In brackets: 95 % interval of the paired bootstrap over test examples, with its two-sided p."
+INTERVALS = (
+    "In brackets: 95 % interval of the paired bootstrap over test examples, with its two-sided p; it holds for the "
+    "models of these seeds and says nothing of others. The report has the intervals over seeds."
+)
 MEANS = "Mean ± standard deviation (n − 1) over seeds; a single seed has none. – was not measured."
+EXPERTS = "Experts: mean number over seeds × rank of each."
+#: What the CSV file holds of a mixture's size.
+MIXTURE = ("", "rank")
 RANKED = (
     "Bold is best and underlined second, among rows with the most seeds of a column; "
     "values that print alike share a mark."
@@ -58,6 +64,8 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
     columns = [
         Column("method"),
         Column("seeds"),
+        Column("experts", MIXTURE),
+        Column("routing"),
         *(Column(metric, STAT, group=task) for task, metric in measures),
         *(Column(f"macro {metric}", group=f"paper, {backbone}:") for backbone, metric in printed),
     ]
@@ -78,16 +86,20 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
             [
                 words(title),
                 value(seeds, str),
+                mixture(results, setting, label),
+                words(_routing_words(results, setting, label)),
                 *(marked(stat(stats[m][label], seeds), marks[m].get(label, "")) for m in measures),
                 *(_theirs(paper.MACRO.get((label, *key)), setting) for key in printed),
             ]
         )
+        if label == MAIN and "soft" in results.modes(setting, label)[1:]:
+            rows.append(_soft_row(results, setting, measures, len(printed)))
     rows.append(_backbone_row(results, setting, measures, len(printed)))
     if printed:
         theirs = [_theirs(paper.MACRO["best_baseline", *key], setting) for key in printed]
         paper_row = words("best baseline of the paper (the text does not name it)")
-        rows.append([paper_row, value(None), *(stat(Stat(), 0) for _ in measures), *theirs])
-    notes = [MEANS, RANKED, f"Routing: {_routing_words(results, setting, labels)}."]
+        rows.append([paper_row, value(None), *NO_MIXTURE, *(stat(Stat(), 0) for _ in measures), *theirs])
+    notes = [MEANS, RANKED, EXPERTS, "Routing: how the row's model answers; only rows' first routing is ranked."]
     if without:
         has = "has" if len(without) == 1 else "have"
         notes.append(
@@ -99,6 +111,7 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
         notes.append("Not every row has the same seeds; means over different seeds are not a paired comparison.")
     if printed:
         notes.append(f"Paper: {next(iter(paper.MACRO.values())).where}; its other cells are not in the text.")
+    notes += mixture_notes(results.among(setting, labels))
     return Table(f"table1{suffix}", f"Global protocol: one model for everyone ({setting.text})", columns, rows, notes)
 
 
@@ -131,6 +144,7 @@ def personalised_table(results: Results, setting: Setting, suffix: str = "") -> 
         RANKED,
         "Loss of each client's model, on test rows of its tasks, weighed as the client's training rows are.",
         *([f"Test rows per task: {listed([str(n) for n in shown])}."] if shown else []),
+        *mixture_notes(results.among(setting, labels)),
     ]
     columns = [Column("method"), Column("seeds"), Column("client's model")]
     columns += [Column(head, STAT, group="loss") for head in keys.values()]
@@ -152,6 +166,7 @@ def granularity_table(results: Results, comparisons: Comparisons) -> Table | Non
         *_setting_columns(settings),
         Column("method"),
         Column("seeds"),
+        Column("experts", MIXTURE),
         Column("score", STAT, group="macro"),
         Column("loss", STAT, group="macro"),
         Column("score", DIFFERENCE, group="minus FedWeave:"),
@@ -162,15 +177,17 @@ def granularity_table(results: Results, comparisons: Comparisons) -> Table | Non
     rows = []
     for setting in settings:
         for label in (x for x in (MAIN, *ABLATIONS) if x in results.labels(setting)):
+            title, seeds, *macro = _method_and_macro(results, setting, label)
             rows.append(
                 [
                     *_setting_entries(setting, settings),
-                    *_method_and_macro(results, setting, label),
+                    *(title, seeds, mixture(results, setting, label), *macro),
                     *_against(comparisons, setting, label, MAIN),
                     *(_theirs(paper.ABLATION.get((label, metric)), setting, signed) for metric in ("score", "loss")),
                 ]
             )
-    notes = [MEANS, INTERVALS, f"Paper: {paper.place(paper.ABLATION)}."]
+    notes = [MEANS, INTERVALS, EXPERTS, f"Paper: {paper.place(paper.ABLATION)}."]
+    notes += mixture_notes([cell for s in settings for cell in results.among(s, (MAIN, *ABLATIONS))])
     return Table("table2", "Aggregation granularity", columns, rows, notes)
 
 
@@ -218,7 +235,9 @@ def discovery_table(results: Results, comparisons: Comparisons) -> Table | None:
         MEANS,
         INTERVALS,
         "Task labels serve here only, to check what was found without. Local: buckets in a client; global: experts.",
+        "Probe: warm-ups, alignment and what is sent for them; embedding the prompts comes before and is not in it.",
         f"Paper: {paper.place(paper.CLUSTERER)}; its k-means stands beside FedWeave.",
+        *mixture_notes([cell for s in settings for cell in _discovered(results, s)]),
     ]
     return Table("table3", "Prototype discovery", columns, rows, notes)
 
@@ -272,7 +291,9 @@ def routing_table(results: Results, comparisons: Comparisons) -> Table | None:
         MEANS,
         INTERVALS,
         "Seconds are wall-clock of the whole test set on the machine that ran it; other work there makes them longer.",
+        "They do not hold the frozen backbone's pass over each prompt that routing needs: it was made once, before.",
         f"Paper: {paper.place(paper.ROUTING)}; it prints a mean latency without naming its unit of work.",
+        *mixture_notes([cell for setting, label in found for cell in results.of(setting, label)]),
     ]
     return Table("table4", "Sparse and soft routing", columns, rows, notes)
 
@@ -296,18 +317,43 @@ def _backbone_row(results: Results, setting: Setting, measures: Sequence[tuple[s
     keys = {"score": "score", "loss": "loss_backbone"}
     found = [Stat.of(c.get("before", keys[m], task) for c in by_seed.values()) for task, m in measures]
     entries = (stat(s, len(by_seed)) for s in found)
-    return [words("backbone alone (not ranked)"), value(len(by_seed), str), *entries, *[value(None)] * printed]
+    seeds = value(len(by_seed), str)
+    return [words("backbone alone (not ranked)"), seeds, *NO_MIXTURE, *entries, *[value(None)] * printed]
 
 
-def _routing_words(results: Results, setting: Setting, labels: Sequence[str]) -> str:
-    cells = [cell for label in labels for cell in results.of(setting, label) if cell.mode]
-    routed = {results.title(c.label): c.mode for c in cells if (c.get("experts") or 1) > 1}
-    native = [results.title(label) for label in labels if results.is_native(label)]
-    if native and len(native) == len(labels):
+def _soft_row(results: Results, setting: Setting, measures: Sequence[tuple[str, str]], printed: int) -> list[Entry]:
+    """Return the main method's row with all experts mixed, as FedLEASE answers by design."""
+    cells = results.of(setting, MAIN)
+    found = [Stat.of(c.measured(metric, task, "soft") for c in cells) for task, metric in measures]
+    title, seeds = f"{results.title(MAIN)} (its mixture, not ranked)", value(len(cells), str)
+    entries = (stat(s, len(cells)) for s in found)
+    return [words(title), seeds, mixture(results, setting, MAIN), words("soft"), *entries, *[value(None)] * printed]
+
+
+def mixture(results: Results, setting: Setting, label: str) -> Entry:
+    """Return mean number of experts × rank; the rank alone is missing where a record does not hold it."""
+    if results.is_native(label):
+        return Entry("the backbone's own", (None, None))
+    cells = results.of(setting, label)
+    count = Stat.of(c.get("experts") for c in cells).mean
+    ranks_ = list(dict.fromkeys(rank for c in cells if (rank := c.get("rank")) is not None))
+    if count is None:
+        return Entry(MISSING, (None, None))
+    shown = f"{count:.0f}" if count == round(count) else number(count, 2)
+    return Entry(shown + (f" × {listed([str(r) for r in ranks_])}" if ranks_ else ""), (count, *(ranks_ or [None])[:1]))
+
+
+#: No experts and no routing.
+NO_MIXTURE = (Entry(MISSING, (None, None)), words(MISSING))
+
+
+def _routing_words(results: Results, setting: Setting, label: str) -> str:
+    """Return how a label's global model chose among experts where it has several."""
+    cells = [cell for cell in results.of(setting, label) if cell.mode]
+    if results.is_native(label):
         return "the backbone's own, of every token"
-    if not routed:
-        return "none, every method has one adapter"
-    return "; ".join(f"{title} {mode}" for title, mode in routed.items()) + "; the others have one adapter"
+    modes = dict.fromkeys(str(c.mode) for c in cells if (c.get("experts") or 1) > 1)
+    return listed(list(modes)) if modes else "none, one adapter"
 
 
 def _discovered(results: Results, setting: Setting) -> list[Cell]:

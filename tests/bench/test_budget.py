@@ -1,0 +1,98 @@
+"""What a client trains, sends and gets per round, by hand on two small layers and as the paper prints it."""
+
+import pytest
+
+from fedloom.bench.dry import SUSTAINED, forecast
+from fedloom.bench.suite import Cell
+from fedloom.budget import architecture, budget, payload
+from fedloom.config import parse_config
+from fedloom.methods import METHODS
+from fedloom.types import AdapterSpec
+
+SHAPES, HIDDEN, RANK = {"q": (6, 4), "v": (3, 4)}, 5, 3
+A, B, DENSE = RANK * (4 + 4), RANK * (6 + 3), 6 * 4 + 3 * 4
+LORA = A + B
+
+
+def router(experts):
+    return 512 * HIDDEN + 512 + experts * 512 + experts
+
+
+@pytest.mark.parametrize(
+    ("method", "trained", "up", "down"),
+    [
+        ("fedit", LORA, LORA, LORA),
+        ("fedprox", LORA, LORA, LORA),
+        ("flexlora", LORA, LORA, LORA),
+        ("ffa_lora", B, B, LORA),  # A is frozen, yet goes down
+        ("fedsa_lora", LORA, A, LORA),  # B stays at home
+        ("rolora", B, B, LORA),  # the larger factor's round
+        ("scaffold", LORA, 2 * LORA, 2 * LORA),  # a control variate beside every value
+        ("flora", LORA, LORA, LORA + DENSE),
+        ("fedex_lora", LORA, LORA, LORA + DENSE),
+        ("fedlease", LORA + router(3), LORA + router(3), 3 * LORA + router(3)),  # one expert and one router up
+        ("fedlease_adaptive", LORA + 40, LORA + 40, 3 * LORA + 40),  # 5 slots × width 4, of two layers
+        ("fedweave", 3 * LORA + router(3), 3 * LORA + router(3), 3 * LORA + router(3)),
+        ("fedweave_wo_prototype_expert", 3 * LORA + router(3), LORA + router(3), 3 * LORA + router(3)),
+        ("fedrouter", LORA, LORA, LORA),  # one cluster's expert a round, without its centroids
+        ("fedalt", LORA + 16, LORA, 2 * LORA + 16),  # mixers of 2 slots stay at home
+        ("local", LORA, 0, 0),
+        ("centralised", LORA, 0, 0),
+    ],
+)
+def test_traffic_by_hand(method, trained, up, down):
+    found = payload(METHODS[method](), AdapterSpec(("q", "v"), RANK), SHAPES, HIDDEN, 3)
+    assert (found.trained, found.up, found.down) == (trained, up, down)
+
+
+def test_a_client_sends_no_more_experts_than_it_may_have_buckets():
+    found = payload(METHODS["fedweave"](), AdapterSpec(("q", "v"), RANK), SHAPES, HIDDEN, 10)
+    assert (found.up, found.down) == (8 * LORA + router(10), 10 * LORA + router(10))
+
+
+def test_every_method_for_lora_experts_is_counted():
+    for name, kind in METHODS.items():
+        if not kind.native:
+            found = payload(kind(), AdapterSpec(("q", "v"), RANK), SHAPES, HIDDEN, 1)
+            assert found.trained > 0, name
+            assert (found.up == 0) == (name in ("local", "centralised")), name
+
+
+@pytest.mark.parametrize(
+    ("method", "lora", "router_", "signature"),
+    [
+        ("fedit", 9_175_040, 0, 0),
+        ("fedweave", 9_175_040, 1_575_428, 917_504),
+        ("fedlease", 9_175_040, 4 * 1_575_428, 917_504),
+    ],
+)
+def test_the_papers_counts(method, lora, router_, signature):
+    """Appendix B: 9.18M, 10.75M and 15.48M; a bucket's probe holds A beside the signature: a quarter of the experts."""
+    found = budget("llama-3.2-3b", method, 4)
+    assert (found.lora, found.router, found.total, found.signature) == (lora, router_, lora + router_, signature)
+    assert found.probe == (lora // 4 if signature else 0)
+    assert found.to_plain() | {"round_bytes": 4 * found.total, "up_bytes": 4 * found.up} == found.to_plain()
+
+
+def cell(method):
+    benchmark = {"tasks": ["gsm8k"], "clients": 20}
+    plain = {"method": {"name": method}, "data": {"benchmark": benchmark, "max_length": 100}}
+    training = {"steps": 10, "batch_size": 8}
+    return Cell("x", method, method, parse_config(plain | {"federation": {"rounds": 20}, "training": training}))
+
+
+@pytest.mark.parametrize(("method", "buckets"), [("fedweave", 8), ("fedlease", 1), ("fedit", 0)])
+def test_a_forecast_holds_the_warm_ups(method, buckets):
+    """Ten warm-up steps of eight examples per bucket; one adapter down and one per bucket up."""
+    found, one = forecast(cell(method)), budget("tiny", method, 4)
+    whole = sum(p.numel() for p in architecture("tiny")[1].parameters())
+    tokens = 100 * (20 * 20 * 10 * 8 + 20 * buckets * 10 * 8)
+    assert found.probe_steps == 10 * buckets
+    assert found.hours == pytest.approx(4 * whole * tokens / SUSTAINED / 3600)
+    assert found.total_bytes == 4 * 20 * (20 * (one.up + one.down) + (1 + buckets) * one.probe)
+
+
+def test_no_traffic_is_forecast_where_there_is_none():
+    for method in ("local", "centralised"):
+        found = forecast(cell(method))
+        assert (found.up_bytes, found.down_bytes, found.total_bytes) == (0, 0, 0)
