@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fedloom.bench.runner import Progress, Results, run_cells
+from fedloom.bench.runner import Progress, Results, alone, run_cells
 from fedloom.bench.suite import load_suite
 from fedloom.cli import app
 from fedloom.errors import ConfigError
@@ -127,3 +127,8 @@ def test_the_command_writes_tables_and_a_report(suite: Path, finished: tuple[Pat
     assert "<quick>" not in (out / "report.html").read_text()
     nothing = CliRunner().invoke(app, ["bench", str(suite), "--out", str(out), "--resume", "--only", "zzz"])
     assert nothing.exit_code == 1
+
+
+def test_two_processes_cannot_run_cells_in_one_folder(suite: Path, tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(ConfigError, match="another fedloom bench is running"):
+        run_cells(load_suite(suite)[1], tmp_path)

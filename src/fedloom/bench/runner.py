@@ -6,12 +6,14 @@ is never run again; one that was interrupted goes on from its newest checkpoint;
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -101,8 +103,28 @@ def run_cells(
         show: called a few times a second with every cell's progress.
 
     Raises:
-        ConfigError: a finished cell was run with another configuration than the suite has now.
+        ConfigError: a finished cell was run with another configuration than the suite has now, or another process runs
+            cells in ``out``.
     """
+    with alone(out):
+        return _run_cells(cells, out, jobs, command, show)
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold ``out`` for one process: two would lose each other's results."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another fedloom bench is running cells in {out}. Wait for it, or stop it.") from error
+        yield
+
+
+def _run_cells(
+    cells: Sequence[Cell], out: Path, jobs: int, command: str, show: Callable[[Sequence[Progress]], None]
+) -> list[Progress]:
     results = Results(out)
     known = results.read()
     board = [Progress(cell) for cell in cells]
