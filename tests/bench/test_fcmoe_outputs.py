@@ -82,6 +82,11 @@ def test_table_one_by_hand_with_the_papers_numbers_apart(tables):
     assert ours["minus FC-MoE: accuracy"] == ""
     assert found["0.1", "FedAvg"]["minus FC-MoE: accuracy n"] == "2"
     assert "**0.7050 ± 0.0071**" in tables["fcmoe_table1_ag_news"].markdown()
+    absent = found["0.5", "PFL-MoE (paper only, not implemented)"]
+    assert (absent["accuracy"], absent["accuracy n"], absent["paper: accuracy"]) == ("", "0", "0.9041")
+    notes = " ".join(tables["fcmoe_table1_ag_news"].notes)
+    assert "fedloom has no PFL-MoE" in notes
+    assert "A client of FedMoE holds and trains 50% of the experts" in notes
 
 
 def test_table_two_has_the_ablations_in_the_papers_order(tables):
@@ -134,6 +139,7 @@ def test_tasks_are_settings_of_their_own(tmp_path):
     assert texts == [f"switch-base-16, task = {task}, α = 0.1" for task in ("ag_news", "mmlu")]
     names = {table.name: table for table in fcmoe_tables(results, Comparisons(results))}
     assert rows(names["fcmoe_table1_mmlu"])[1]["paper: accuracy"] == "0.3764"
+    assert rows(names["fcmoe_table1_mmlu"])[2]["paper: accuracy"] == "0.3325"  # PFL-MoE, the paper's alone
     assert [row["task"] for row in rows(names["fcmoe_local"])] == ["ag_news", "ag_news", "mmlu", "mmlu"]
 
 

@@ -174,3 +174,82 @@ def test_a_row_that_does_not_fit_its_columns_is_refused():
 def test_no_global_table_without_a_global_model(tmp_path):
     results = load_results(write(tmp_path, [run("local", routing={}, routing_matrix={}, global_model=False)]))
     assert global_table(results, results.settings[0]) is None
+
+
+def test_the_size_of_the_mixture_stands_in_the_row(tmp_path):
+    """Three seeds that found 3, 4 and 4 experts; a single adapter is 1 × its rank."""
+    modes = ("top1", "soft")
+    runs = [run("fedweave", s, modes=modes, experts=m, rank=8) for s, m in ((42, 3), (43, 4), (44, 4))]
+    runs += [run("fedweave_wo_client_router", 42, modes=modes, experts=4, rank=8), run("fedit", 42, rank=32)]
+    found = tables(write(tmp_path, runs))
+    got = {row[0].text: row[2] for row in found["table1"].rows}
+    assert got["Fedweave"].text == "3.67 × 8"
+    assert got["Fedweave"].parts == (pytest.approx(11 / 3), 8)
+    assert (got["Fedit"].text, got["Fedit"].parts) == ("1 × 32", (1.0, 32))
+    assert [row[2].text for row in found["table2"].rows] == ["3.67 × 8", "4 × 8"]
+    budgets = {
+        (r["backbone"], r["method"]): r for r in csv.DictReader(io.StringIO(budget_table(load_results(tmp_path)).csv()))
+    }
+    assert (budgets["tiny", "FedWeave"]["experts"], budgets["Llama-3.2-3B", "FedWeave"]["experts"]) == ("4", "4")
+    assert budgets["tiny", "FedIT"]["experts found"] == "1.0"
+    assert budgets["Llama-3.2-3B", "FedWeave"]["experts found"] == ""
+
+
+def test_every_row_names_its_routing_and_fedweaves_mixture_is_not_ranked(tmp_path):
+    runs = [run("fedweave", loss=1.0, modes=("top1", "top2", "soft"), score=None)]
+    runs += [run("fedlease", loss=0.985, modes=("soft", "top1"), score=None), run("fedit", loss=1.1, score=None)]
+    table = tables(write(tmp_path, runs))["table1"]
+    routing = {row[0].text: row[3].text for row in table.rows}
+    mixed = "Fedweave (its mixture, not ranked)"
+    assert (routing["Fedweave"], routing[mixed]) == ("top1", "soft")
+    assert (routing["Fedlease"], routing["Fedit"]) == ("soft", "none, one adapter")
+    losses = {row[0].text: row[-5] for row in table.rows}
+    assert losses[mixed].parts[0] == pytest.approx(losses["Fedweave"].parts[0] - 0.02)  # better than all, and no mark
+    assert (losses[mixed].mark, losses["Fedlease"].mark, losses["Fedweave"].mark) == ("", "best", "second")
+
+
+def test_runs_of_other_versions_are_counted_below_every_table(tmp_path):
+    modes = ("top1", "soft")
+    runs = [run("fedweave", seed, modes=modes) for seed in (42, 43)] + [run("fedit", 42)]
+    runs[1][0]["source_hash"] = "t" * 64
+    runs[2][0]["packages"] = {"torch": "2.10"}
+    results = load_results(write(tmp_path, runs))
+    source = "2 versions of fedloom's source: ssssssssssss (2 runs), tttttttttttt (1 run)."
+    torch = "2 versions of torch: 2.9 (2 runs), 2.10 (1 run)."
+    whole = [*all_tables(results, Comparisons(results)), budget_table(results), cost_table(results)]
+    assert len(whole) == 6
+    for table in whole:
+        notes = "\n".join(table.notes)
+        of = 2 if table.name in ("table3", "table4") else 3  # only FedWeave has buckets and several routings
+        if of == 3:
+            assert f"The 3 runs of this table were made with {source}" in notes, table.name
+            assert f"The 3 runs of this table were made with {torch}" in notes, table.name
+        else:
+            assert "The 2 runs of this table were made with 2 versions of fedloom's source" in notes, table.name
+            assert "of torch" not in notes, table.name
+
+
+def test_runs_of_one_version_have_no_such_note(tmp_path):
+    results = load_results(write(tmp_path, [run("fedweave", 42), run("fedit", 42)]))
+    whole = [*all_tables(results, Comparisons(results)), budget_table(results), cost_table(results)]
+    assert not any("versions of" in note for table in whole for note in table.notes)
+
+
+def test_what_has_no_traffic_has_no_bytes(tmp_path):
+    runs = [run("local", 42, title="Local"), run("centralised", 42, title="Centralised"), run("ffa_lora", 42)]
+    table = cost_table(load_results(write(tmp_path, runs)))
+    got = rows(table)
+    for title in ("Local", "Centralised"):
+        assert got[title]["per client and round: up"] == got[title]["per client and round: down"] == ""
+    assert float(got["Ffa Lora"]["per client and round: down"]) == 2048
+    assert any(note.startswith("Local and Centralised: no traffic") for note in table.notes)
+    assert any("of Ffa Lora the frozen A" in note for note in table.notes)
+
+
+def test_resumed_runs_do_not_count_in_the_time_with_evaluation(tmp_path):
+    runs = [run("fedit", 42, seconds=100.0), run("fedit", 43, seconds=5.0, resumed=True)]
+    table = cost_table(load_results(write(tmp_path, runs)))
+    got = rows(table)["Fedit"]
+    assert (float(got["time: with evaluation"]), got["time: with evaluation n"]) == (100.0, "1")
+    assert any(note.startswith("1 run went on from a checkpoint") for note in table.notes)
+    assert "(n = 1)" in table.markdown()
