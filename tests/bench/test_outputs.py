@@ -124,8 +124,8 @@ def test_every_claim_stands_with_its_interval_and_p(whole):
         assert bool(claims) != ("not distinguishable" in said)
     words = [s for section in sections for s in section.sentences]
     assert any(s.startswith("FedWeave is below FFA-LoRA by 0.3000 in macro loss, which is better") for s in words)
-    assert all(re.search(r"of \d+ comparisons by Holm p ", s) for s in words)
-    assert len({re.search(r"of (\d+) comparisons", s)[1] for s in words}) == 1
+    assert all(re.search(r"Holm for \d+ comparisons p ", s) for s in words)
+    assert len({re.search(r"for (\d+) comparisons", s)[1] for s in words}) == 1
     assert any(s.startswith("w/o client-router and FedWeave are not distinguishable in macro loss") for s in words)
     assert any(s.startswith("tiny, α = 0.1: ") and s.endswith("Paper, Llama-3.2-3B: −0.0256.") for s in words)
 
@@ -141,7 +141,7 @@ def test_wording_of_a_difference():
     assert lost.startswith(
         "here: A is below B by 0.0200 in macro score, which is worse, but not once all comparisons are"
     )
-    assert lost.endswith("of 9 comparisons by Holm p = 0.060). Paper: 1.")
+    assert lost.endswith("Holm for 9 comparisons p = 0.060). Paper: 1.")
 
 
 def test_rows_alone_make_no_verdict():
@@ -163,9 +163,9 @@ def test_holm_counts_every_comparison_with_enough_seeds():
     (first, second), (third,) = said_of(
         [[Claim("A", "B", "loss", clear), Claim("A", "C", "loss", few)], [Claim("A", "D", "loss", clear)]]
     )
-    assert "of 2 comparisons by Holm p = 0.020" in first
+    assert "Holm for 2 comparisons p = 0.020" in first
     assert "Holm" not in second
-    assert "of 2 comparisons by Holm p = 0.020" in third
+    assert "Holm for 2 comparisons p = 0.020" in third
 
 
 def test_two_seeds_are_called_better_nowhere(tmp_path):

@@ -75,7 +75,7 @@ def sentence(claim: Claim, adjusted: Holm | None = None) -> str:
     each = ", ".join(signed(d) for d in found.each)
     detail = f"{rows}; over seeds {signed(spread.low)} to {signed(spread.high)}, {p_words(spread.p)}; by seed {each}"
     if adjusted is not None:
-        detail += f"; of {adjusted.comparisons} comparisons by Holm {p_words(adjusted.p)}"
+        detail += f"; adjusted by Holm for {adjusted.comparisons} comparisons {p_words(adjusted.p)}"
     if not found.distinguishable:
         said = f"{a} and {b} are not distinguishable in macro {metric} (difference {signed(found.estimate)}, {detail})."
         return start + said + claim.after
