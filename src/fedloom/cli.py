@@ -255,7 +255,7 @@ def methods(as_json: AsJson = False) -> None:
 @app.command()
 @spoken
 def budget(
-    backbone: Annotated[str, typer.Option(help="llama-3.2-3b, gemma-2-2b, smollm2-135m, tiny, or a model folder.")],
+    backbone: Annotated[str, typer.Option(help="llama-3.2-3b, gemma-2-2b, switch-base-16, smollm2-135m, tiny, or a folder.")],
     method: Annotated[str, typer.Option(help="A method's name.")] = "fedweave",
     experts: Annotated[int, typer.Option(min=1, max=4096, help="Number of experts.")] = 4,
     rank: Annotated[
@@ -274,12 +274,15 @@ def budget(
     table.add_column()
     table.add_column(justify="right")
     for label, value in (
-        ("LoRA parameters", found.lora),
-        ("router parameters", found.router),
-        ("total trainable parameters", found.total),
-        ("bytes per round and direction (float32, at most)", found.round_bytes),
+        ("expert parameters, kept by the server", found.lora),
+        ("router parameters, kept by the server", found.router),
+        ("in all", found.total),
+        ("trained by a client in a round", found.trained),
+        ("bytes up per client and round (float32)", 4 * found.up),
+        ("bytes down per client and round (float32)", 4 * found.down),
         ("signature values per bucket", found.signature),
         ("signature bytes per bucket", 4 * found.signature),
+        ("probe: bytes up per bucket (signature and the other factor)", 4 * found.probe),
         ("frozen backbone parameters", found.backbone_parameters),
     ):
         table.add_row(label, f"{value:,}")
