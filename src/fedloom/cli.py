@@ -239,7 +239,7 @@ def methods(as_json: AsJson = False) -> None:
             "local": kind.local_only,
             "exact": kind.exact,
             "rank": kind.default_rank,
-            "options": {key: field.default for key, field in kind.Options.model_fields.items()},
+            "options": kind.Options().model_dump(),
         }
         for name, kind in METHODS.items()
     }
