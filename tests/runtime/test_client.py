@@ -384,3 +384,20 @@ def test_a_mini_batch_in_parts_is_one_mini_batch(tmp_path: Path, monkeypatch: py
     losses = [loop.step(mine.encoded, list(features)) for _ in range(2)]
     assert report.losses == pytest.approx(losses, rel=1e-5)
     assert largest_difference(client.read(), loop.read()) < 2e-6
+
+
+def test_a_whole_pass_holds_every_example_once() -> None:
+    """20 examples in batches of 8: 8, 8 and 4, then a new pass; without ``whole`` the last four would be thrown away."""
+    pool = list(range(20))
+    drawn = draw_batches([pool] * 6, [1] * 20, 8, torch.Generator().manual_seed(1), whole=True)
+    assert [len(batch) for batch in drawn] == [8, 8, 4, 8, 8, 4]
+    for start in (0, 3):
+        assert sorted(i for batch in drawn[start : start + 3] for i in batch) == pool
+    assert [len(b) for b in draw_batches([pool] * 3, [1] * 20, 8, torch.Generator().manual_seed(1))] == [8, 8, 8]
+
+
+def test_an_epoch_is_as_many_steps_as_a_pass_takes(world: World) -> None:
+    client = world.client("ann")  # eight examples
+    assert client.steps(Training(steps=50, batch_size=3, epochs=2)) == 6
+    assert client.steps(Training(steps=4, batch_size=3, epochs=2)) == 4
+    assert client.steps(Training(steps=50, batch_size=3)) == 50

@@ -149,6 +149,7 @@ class LocalClient:
             training.batch_size,
             generator(self.run_seed, "batches", purpose, self.name, self.round),
             by_length,
+            whole=training.epochs > 0,
         )
         copies = None if router_copies is None else RouterCopies(slots, optimizer, router_copies)
         losses: list[float] = []
