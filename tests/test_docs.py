@@ -36,7 +36,10 @@ def test_commands_and_links_lead_somewhere(page: Path) -> None:
             assert words[1] in targets, words
         if words[0] == "fedloom" and not words[1].startswith("-"):
             assert words[1] in commands, words
-            known = {option for p in commands[words[1]].params for option in [*p.opts, *p.secondary_opts]}
+            command = commands[words[1]]
+            if hasattr(command, "commands"):
+                command = command.commands[words[2]]
+            known = {option for p in command.params for option in [*p.opts, *p.secondary_opts]}
             assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known | {"--help"}, words
         if words[0] in ("python", "python3") and not words[1].startswith("-"):
             assert (ROOT / words[1]).is_file(), words

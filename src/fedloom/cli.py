@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.errors import ConfigError, FedloomError
+from fedloom.flower_cli import flower_commands
 from fedloom.version import __version__
 
 app = typer.Typer(
@@ -64,6 +65,9 @@ def spoken(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
 
     return wrapper
+
+
+app.add_typer(flower_commands(spoken), name="flower")
 
 
 @app.callback(invoke_without_command=True)

@@ -34,6 +34,10 @@ class UpdateRejected(FedloomError):
     """A client's reply is unusable; the round goes on without it."""
 
 
+class SiteRefusal(FedloomError):
+    """A site does not do what the server asks; the words go to the server, so they hold nothing of the site's rows."""
+
+
 class RoundError(FedloomError):
     """A round cannot be completed; the global model is untouched."""
 

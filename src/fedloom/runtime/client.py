@@ -21,10 +21,11 @@ from fedloom.backbones.load import Backbone
 from fedloom.backbones.loss import token_losses, token_masks
 from fedloom.data.tokenize import Encoded, collate
 from fedloom.errors import AdapterError
+from fedloom.methods.base import Method
 from fedloom.numerics.seeding import derive_seed, generator
 from fedloom.runtime.batches import draw_batches, split_by_length
 from fedloom.runtime.memory import ClientMemory
-from fedloom.types import AdapterSpec, FitReport, Layer, Pooling, Tensors, Training
+from fedloom.types import AdapterSpec, FitReport, Layer, Order, Pooling, Reply, Tensors, Training
 
 
 class Rows:
@@ -227,6 +228,14 @@ class LocalClient:
                     for key, value in moments.items()
                 }
         return optimizer
+
+
+def carry_out(method: Method, client: LocalClient, order: Order) -> tuple[Reply, ClientMemory | None]:
+    """Do what an order asks; return the reply, and the client's memory afterwards if it has changed."""
+    reply: Reply = method.probe(client, order) if order.kind == "probe" else method.local(client, order)
+    keep = reply.keep | client.kept_optimizer
+    changed = bool(keep or reply.keep_values)
+    return reply, client.memory.updated(keep, reply.keep_values) if changed else None
 
 
 class RouterCopies:

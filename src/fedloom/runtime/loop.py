@@ -33,7 +33,8 @@ class Receipt:
         bytes_up: length of the encoded reply.
         bytes_down: length of the encoded order.
         seconds: from order to answer.
-        memory: version of the client's memory after this order, where the runtime keeps it (simulation).
+        memory: version of the client's memory after this order, if it keeps one.
+        refused: why there is no reply to read, if the transport knows (a bad checksum, a site that declines).
     """
 
     client: str
@@ -42,6 +43,7 @@ class Receipt:
     bytes_down: int
     seconds: float
     memory: str | None = None
+    refused: str | None = None
 
 
 class Transport(Protocol):
@@ -264,6 +266,8 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     Raises:
         UpdateRejected: it is not usable.
     """
+    if receipt.refused is not None:
+        raise UpdateRejected(receipt.refused)
     if (length := receipt.path.stat().st_size) > federation.max_reply_bytes:
         raise UpdateRejected(f"it has {length} bytes; max_reply_bytes is {federation.max_reply_bytes}")
     reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)

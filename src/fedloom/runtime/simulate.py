@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedloom.methods.base import Method
-from fedloom.runtime.client import LocalClient, Rows, Workbench
+from fedloom.runtime.client import LocalClient, Rows, Workbench, carry_out
 from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import MemoryFolder
 from fedloom.runtime.wire import decode_order, encode_order, encode_reply
-from fedloom.types import Order, Reply
+from fedloom.types import Order
 
 
 class Simulator:
@@ -60,21 +60,19 @@ class Simulator:
         start = time.perf_counter()
         down = encode_order(order)
         order = decode_order(down)
-        memory = self.memory.read(version)
         client = LocalClient(
             name=order.client,
             rows=self.clients[order.client],
             bench=self.bench,
-            memory=memory,
+            memory=self.memory.read(version),
             run_seed=self.seed,
             round=order.round,
             on_step=observer.step,
         )
-        reply: Reply = method.probe(client, order) if order.kind == "probe" else method.local(client, order)
+        reply, kept = carry_out(method, client, order)
         up = encode_reply(reply, order.round)
         path = self.spool / f"{order.client}.safetensors"
         path.write_bytes(up)
-        keep = reply.keep | client.kept_optimizer
-        if keep or reply.keep_values:
-            version = self.memory.write(order.client, order.round, memory.updated(keep, reply.keep_values))
+        if kept is not None:
+            version = self.memory.write(order.client, order.round, kept)
         return Receipt(order.client, path, len(up), len(down), time.perf_counter() - start, version)

@@ -1,0 +1,245 @@
+"""The server of a federation across sites: a Flower ServerApp around the same rounds as a simulation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import Field, ValidationError
+
+from fedloom.adapters.inject import target_modules
+from fedloom.backbones.load import Backbone, cache_dir, load_backbone
+from fedloom.config import (
+    AdapterConfig,
+    BackboneConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    FederationConfig,
+    MethodConfig,
+    Section,
+    ServerConfig,
+    TrainingConfig,
+    explained,
+    parse_config,
+    read_yaml,
+)
+from fedloom.data.tasks import read_task_file
+from fedloom.data.tokenize import encode, tokenizer_hash
+from fedloom.errors import ConfigError
+from fedloom.experiment import adapter_spec, write_models
+from fedloom.files import write_atomic, write_json
+from fedloom.measure import evaluate_final, evaluate_round
+from fedloom.methods.base import Method
+from fedloom.provenance import identity, manifest
+from fedloom.report import write_report
+from fedloom.runtime.checkpoint import CheckpointFolder
+from fedloom.runtime.client import Rows, Workbench
+from fedloom.runtime.events import Observer, RoundLog
+from fedloom.runtime.flower import FlowerTransport, Patience, require_flower
+from fedloom.runtime.loop import Federation, federate
+from fedloom.runtime.site import Terms
+from fedloom.types import Plain, Setup
+from fedloom.workload import Data
+
+#: Names the server's configuration. It is set where the SuperLink starts, so that nobody who may start a run, and no
+#: site, names a file of the server.
+SERVER_CONFIG = "FEDLOOM_SERVER"
+
+#: Stands in the configuration of the run where a simulation has a client's file.
+AT_THE_SITE = "(at the site)"
+
+
+class SitesConfig(Section):
+    """``expected`` sites are waited for before round 1; see ``runtime.flower.Patience`` for the seconds."""
+
+    expected: int = Field(ge=1)
+    wait: float = Field(600.0, ge=0)
+    deadline: float = Field(3600.0, gt=0)
+
+
+class SiteRunConfig(Section):
+    """The server's configuration: a run's, with sites in place of data. ``test`` (task → file) is the server's own."""
+
+    out: str
+    sites: SitesConfig
+    seed: int = 42
+    method: MethodConfig = MethodConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    federation: FederationConfig = FederationConfig()
+    training: TrainingConfig = TrainingConfig()
+    server: ServerConfig = ServerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    test: dict[str, str] = Field(default_factory=dict)
+    max_length: int = Field(512, ge=8, le=1_000_000)
+
+    def of(self, clients: list[str]) -> Config:
+        """Return the configuration of a run with these clients, whose files are at their sites."""
+        data = DataConfig(clients=dict.fromkeys(clients, AT_THE_SITE), test=self.test, max_length=self.max_length)
+        shared = {name: getattr(self, name) for name in Config.model_fields if name != "data"}
+        return Config(data=data, **shared)
+
+
+def load_server(path: Path) -> SiteRunConfig:
+    """Read the server's configuration; relative names are relative to its folder.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong, or the method cannot run across sites.
+    """
+    plain = read_yaml(path)
+    try:
+        config = SiteRunConfig.model_validate(plain)
+    except ValidationError as error:
+        raise explained(error, SiteRunConfig, (), str(path)) from error
+    method = parse_config(config.of(["site"]).model_dump(), where=str(path)).build_method()
+    if method.pooled:
+        raise ConfigError(f"{path}: {method.title} pools all rows in one place, which sites are there to avoid.")
+    if type(method).assembled is not Method.assembled:
+        raise ConfigError(f"{path}: {method.title} is measured on what clients keep, which the server has not.")
+    if config.evaluation.personalised:
+        raise ConfigError(f"{path}: evaluation.personalised needs the clients' rows, which the server has not.")
+    if config.federation.min_replies > config.sites.expected:
+        raise ConfigError(
+            f"{path}: federation.min_replies is {config.federation.min_replies}, but only {config.sites.expected} "
+            "sites are expected."
+        )
+    place = {name: str((path.parent / Path(file).expanduser()).resolve()) for name, file in config.test.items()}
+    return config.model_copy(update={"out": str((path.parent / config.out).resolve()), "test": place})
+
+
+def server_app() -> Any:
+    """Return the ``ServerApp``."""
+    require_flower()
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        if not (place := os.environ.get(SERVER_CONFIG)):
+            raise ConfigError(f"the environment variable {SERVER_CONFIG} does not name the server's configuration")
+        serve(load_server(Path(place)), grid, LogObserver())
+
+    return app
+
+
+class LogObserver(Observer):
+    """Says in Flower's log what happens, a line per round."""
+
+    def __init__(self) -> None:
+        self.log = logging.getLogger("flwr")
+
+    def say(self, message: str) -> None:
+        self.log.info("fedloom: %s", message)
+
+    def round(self, record: dict[str, Plain]) -> None:
+        shown = ("round", "train_loss", "seconds", "bytes_up", "bytes_down", "quarantined", "absent")
+        self.log.info("fedloom: %s", json.dumps({key: record[key] for key in shown if key in record}))
+
+
+def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str, Plain]:
+    """Run all rounds, from the newest checkpoint if there is one; write what ``experiment.run`` writes.
+
+    Raises:
+        FedloomError: see the message; started again, it goes on from the last round.
+    """
+    start, out = time.perf_counter(), Path(site_config.out)
+    if site_config.backbone.threads:
+        torch.set_num_threads(site_config.backbone.threads)
+    wanted = site_config.backbone
+    backbone = load_backbone(wanted.name, dtype=wanted.dtype, device=wanted.device)
+    resumed = (out / "sites.json").is_file()
+    known = json.loads((out / "sites.json").read_text("utf-8")) if resumed else {"run": secrets.token_hex(8)}
+    transport = FlowerTransport(
+        grid,
+        Terms(
+            run=known["run"],
+            seed=site_config.seed,
+            method=site_config.method.name,
+            options=site_config.method.model_extra or {},
+            backbone=backbone.hash,
+            tokenizer=tokenizer_hash(backbone.tokenizer),
+        ),
+        Patience(
+            expected=site_config.sites.expected,
+            minimum=site_config.federation.min_replies,
+            wait=site_config.sites.wait,
+            deadline=site_config.sites.deadline,
+        ),
+        out / "checkpoints" / "spool",
+        site_config.federation.max_reply_bytes,
+        observer,
+    )
+    clients = known.get("clients") or transport.gather()
+    if resumed:
+        transport.gather(clients)
+    config = site_config.of(clients)
+    method = config.build_method()
+    data = server_data(config, backbone)
+    spec = adapter_spec(config, method, backbone)
+    checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
+    if done := checkpoints.rounds():
+        checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
+    write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
+    write_json(out / "manifest.json", manifest(config, backbone, data))
+    if not resumed:  # who takes part is settled once, so that a server that starts again draws the same cohorts
+        cards = {name: transport.cards[name].hello for name in clients}
+        write_json(out / "sites.json", known | {"clients": clients, "hello": cards})
+    bench = Workbench(backbone, spec, cache_dir())
+    setup = Setup(
+        seed=config.seed,
+        spec=spec,
+        shapes={} if spec.native else target_modules(backbone.model, spec.targets),
+        hidden_size=backbone.hidden_size,
+        clients=tuple(clients),
+        initial=bench.grafted.read() if spec.native else {},
+    )
+    log = RoundLog(out / "rounds.jsonl")
+    state = federate(
+        method,
+        transport,
+        setup,
+        config.training.ordered(),
+        Federation(**config.federation.model_dump(), server=config.server.ordered()),
+        checkpoints,
+        log,
+        observer,
+        evaluate=lambda state, versions: evaluate_round(config, method, bench, data, state, {}),
+    )
+    metrics = evaluate_final(config, method, bench, data, state, {}, observer)
+    metrics["before"] = log.read()[0].get("evaluation")
+    metrics["alignment"] = None  # only the sites know which rows are in a bucket
+    metrics["peak_bytes"] = (1 if sys.platform == "darwin" else 1024) * resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss
+    metrics["seconds"] = round(time.perf_counter() - start, 1)
+    metrics["resumed"] = resumed
+    write_models(out, config, method, bench, state, {})
+    write_json(out / "metrics.json", metrics)
+    write_report(out)
+    observer.say(f"Done: {out / 'report.html'}.")
+    return metrics
+
+
+def server_data(config: Config, backbone: Backbone) -> Data:
+    """Return the server's own test rows; of clients it has none."""
+    found = {name: read_task_file(name, path, strict=config.data.strict) for name, path in config.data.test.items()}
+    if config.evaluation.limit:
+        found = {task: examples[: config.evaluation.limit] for task, examples in found.items()}
+    test, measured = {}, {}
+    for name, examples in sorted(found.items()):
+        kept, _ = encode(examples, backbone.tokenizer, max_length=config.data.max_length, strict=config.data.strict)
+        test[name], measured[name] = Rows(kept), [examples[e.index] for e in kept]
+    kinds = {name: (name, list(range(len(rows)))) for name, rows in test.items()}
+    return Data({}, {}, {}, {}, kinds, test, measured, {"clients": config.data.clients, "test": config.data.test})

@@ -1,0 +1,346 @@
+"""Flower as the wire: orders and replies between machines. Every Flower message is built in this file.
+
+A payload travels as the bytes of ``runtime.wire`` in records of at most ``CHUNK`` bytes, with its length and sha256.
+Flower is imported only where it is used, so that fedloom works without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedloom.errors import ConfigError, FedloomError, RoundError, SiteRefusal, UpdateRejected
+from fedloom.methods.base import Method
+from fedloom.runtime.events import Observer
+from fedloom.runtime.loop import MAX_REASON, Receipt
+from fedloom.runtime.memory import check_client_name
+from fedloom.runtime.quarantine import printable
+from fedloom.runtime.site import Site, Terms, load_site, mismatch, round_of, version_of
+from fedloom.runtime.wire import encode_order
+from fedloom.types import Order, Plain
+
+#: Flower 1.42 sends each record as one protobuf message, which may have 2³¹ − 1 bytes
+#: (``flwr.supercore.constant.MAX_PROTOBUF_STREAM_MESSAGE_LENGTH``), and a SuperLink with ``--database`` as one SQLite
+#: value of 10⁹ at most. Small chunks are far below both and travel side by side.
+CHUNK = 8 << 20
+
+HELLO, ORDER = "query.hello", "train.order"
+POLL_SECONDS = 0.5
+logger = logging.getLogger("flwr")
+
+
+def require_flower() -> None:
+    """Raise a ConfigError that says how to install Flower, if it is not there."""
+    if importlib.util.find_spec("flwr") is None:
+        raise ConfigError("this needs Flower, which is not installed: pip install 'fedloom[flower]'")
+
+
+def pack(about: Mapping[str, Plain], payload: bytes = b"") -> Any:
+    """Return a ``RecordDict`` of a JSON header and the payload in chunks."""
+    from flwr.app import ConfigRecord, RecordDict
+
+    head = {**about, "bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+    content = RecordDict({"about": ConfigRecord({"json": json.dumps(head, sort_keys=True)})})
+    for index, start in enumerate(range(0, len(payload), CHUNK)):
+        # The index makes equal chunks different records: Flower names a record by the hash of its content.
+        content[f"chunk-{index}"] = ConfigRecord({"index": index, "data": payload[start : start + CHUNK]})
+    return content
+
+
+def unpack(content: Any, limit: int) -> tuple[dict[str, Plain], bytes]:
+    """Return header and payload of what ``pack`` made.
+
+    Raises:
+        UpdateRejected: it was not made so, is longer than ``limit``, or does not have the checksum it names.
+    """
+    try:
+        about = json.loads(content.config_records["about"]["json"])
+        length, digest = about["bytes"], about["sha256"]
+        records = content.config_records
+        chunks = [records[f"chunk-{index}"]["data"] for index in range(len(records) - 1)]
+        found = sum(len(chunk) for chunk in chunks)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UpdateRejected(f"the message has not the form of one: {type(error).__name__}") from error
+    if found > limit:
+        raise UpdateRejected(f"it has {found} bytes; the limit is {limit}")
+    if found != length or not all(isinstance(chunk, bytes) for chunk in chunks):
+        raise UpdateRejected(f"the message says {length!r} bytes but holds {found}")
+    payload = b"".join(chunks)
+    if (actual := hashlib.sha256(payload).hexdigest()) != digest:
+        raise UpdateRejected(f"the payload's sha256 is {actual}, but the message says {digest!r}")
+    return about, payload
+
+
+# The site's side.
+
+
+def client_app() -> Any:
+    """Return the ``ClientApp``: it reads its own configuration, whose place the node's ``config`` key names."""
+    require_flower()
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def answer(message: Message, context: Context, what: Callable[[Site, Terms, bytes], Any]) -> Message:
+        return Message(_answered(message.content, context.node_config, what), reply_to=message)
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        return answer(message, context, lambda site, terms, payload: pack({"hello": site.hello(terms)}))
+
+    @app.train("order")
+    def order(message: Message, context: Context) -> Message:
+        def work(site: Site, terms: Terms, payload: bytes) -> Any:
+            reply, kept = site.answer(payload, terms)
+            return pack({"kept": kept}, reply)
+
+        return answer(message, context, work)
+
+    return app
+
+
+def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site, Terms, bytes], Any]) -> Any:
+    """Return the content of a reply. An error says only what a site may say; the rest stays in its log."""
+    try:
+        site = _site(str(node_config.get("config", "")))
+        about, payload = unpack(content, site.config.limits.max_order_bytes)
+        return what(site, _terms(about), payload)
+    except (SiteRefusal, UpdateRejected) as refusal:
+        logger.error("fedloom refuses: %s", refusal)
+        return pack({"refused": str(refusal)})
+    except Exception as error:
+        logger.error("fedloom: %s", error, exc_info=None if isinstance(error, FedloomError) else error)
+        return pack({"refused": f"{type(error).__name__}; the site's own log says more"})
+
+
+@cache
+def _site(path: str) -> Site:
+    if not path:
+        raise ConfigError("the node has no configuration: start it with --node-config 'config=\"/path/to/node.yaml\"'")
+    return Site(load_site(Path(path)))
+
+
+def _terms(about: Mapping[str, Plain]) -> Terms:
+    try:
+        return Terms.model_validate(about.get("terms"))
+    except ValidationError as error:
+        raise SiteRefusal(f"the server's terms cannot be understood: {error.error_count()} faults") from error
+
+
+# The server's side.
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the server waits, in seconds.
+
+    Attributes:
+        expected: sites to wait for before round 1.
+        minimum: fewer than this that answer are an error, after ``wait``.
+        wait: for sites that are not there.
+        deadline: for the answers of a round.
+    """
+
+    expected: int
+    minimum: int
+    wait: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a site said of itself, and the node on which it runs now."""
+
+    node: int
+    hello: dict[str, Plain]
+
+
+class FlowerTransport:
+    """A ``Transport`` over Flower's ``Grid``.
+
+    A site that missed a deadline is asked again but not waited for, until it answers: it costs its deadline once.
+
+    Args:
+        grid: Flower's grid, of a running ServerApp.
+        terms: what is said beside every order.
+        patience: how long to wait.
+        spool: folder for the replies of the current round.
+        max_reply_bytes: a longer reply is refused.
+        observer: told who came, and who is refused and why.
+    """
+
+    def __init__(
+        self, grid: Any, terms: Terms, patience: Patience, spool: Path, max_reply_bytes: int, observer: Observer
+    ) -> None:
+        self.grid = grid
+        self.terms = terms
+        self.patience = patience
+        self.spool = spool
+        self.max_reply_bytes = max_reply_bytes
+        self.observer = observer
+        self.cards: dict[str, Card] = {}
+        self.silent: set[str] = set()
+        self._greeted: dict[tuple[int, str], str] = {}  # node and when it came → id of the hello it was sent
+        self._hellos: dict[str, Any] = {}  # id of an unanswered hello → node
+
+    def gather(self, clients: Iterable[str] | None = None) -> list[str]:
+        """Wait for sites: for ``patience.expected``, or for all of ``clients``; after ``wait`` be content with fewer.
+
+        Returns:
+            The names of those that are there, sorted.
+
+        Raises:
+            RoundError: fewer than ``patience.minimum`` are.
+        """
+        wanted = None if clients is None else set(clients)
+        expected = self.patience.expected if wanted is None else len(wanted)
+        end = time.monotonic() + self.patience.wait
+        while True:
+            here = sorted(name for name in self.present() if wanted is None or name in wanted)
+            if len(here) >= expected or (time.monotonic() >= end and len(here) >= self.patience.minimum):
+                return here
+            if time.monotonic() >= end:
+                raise RoundError(
+                    f"{len(here)} sites are there after {self.patience.wait:g} s ({', '.join(here) or 'none'}); at "
+                    f"least {self.patience.minimum} are needed. Start the others, then the run again; it goes on."
+                )
+            time.sleep(POLL_SECONDS)
+
+    def present(self) -> dict[str, int]:
+        """Return client → node of the sites that are online and have introduced themselves; greet new ones."""
+        nodes = list(self.grid.get_nodes())
+        for node in nodes:
+            self._greet(node)
+        for message_id, node in list(self._hellos.items()):
+            for message in self.grid.pull_messages([message_id]):
+                del self._hellos[message_id]
+                self._meet(node, message)
+        online = {node.node_id for node in nodes}
+        return {name: card.node for name, card in self.cards.items() if card.node in online}
+
+    def exchange(
+        self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
+    ) -> list[Receipt]:
+        """See ``loop.Transport``."""
+        self.spool.mkdir(parents=True, exist_ok=True)
+        for left_over in self.spool.iterdir():
+            left_over.unlink()
+        nodes = self._enough({order.client for order in orders})
+        start = time.monotonic()
+        pending: dict[str, tuple[Order, int]] = {}
+        for order in sorted((o for o in orders if o.client in nodes), key=lambda o: o.client):
+            terms = self.terms.model_copy(update={"memory": round_of(memories.get(order.client, ""))})
+            down = encode_order(order)
+            content = pack({"terms": terms.model_dump()}, down)
+            if (message_id := self._push(content, nodes[order.client], ORDER)) is not None:
+                pending[message_id] = order, len(down)
+        receipts: list[Receipt] = []
+        while pending:
+            for message_id, (order, down_bytes) in list(pending.items()):
+                for message in self.grid.pull_messages([message_id]):
+                    del pending[message_id]
+                    receipt = self._receive(message, order, down_bytes, time.monotonic() - start)
+                    if receipt is not None:
+                        receipts.append(receipt)
+                        observer.client(order.client, len(receipts) - 1, len(orders))
+                        observer.advance(order.kind == "probe")
+            waited_for = {order.client for order, _ in pending.values()} - self.silent
+            enough = not waited_for and len(receipts) >= self.patience.minimum
+            if not pending or enough or time.monotonic() - start > self.patience.deadline:
+                break
+            self.present()  # whoever comes back takes part in the next round
+            time.sleep(POLL_SECONDS)
+        for order, _ in pending.values():
+            if order.client not in self.silent:
+                observer.say(f"Round {order.round}: {order.client} did not answer in {self.patience.deadline:g} s.")
+        self.silent -= {receipt.client for receipt in receipts}
+        self.silent |= {order.client for order, _ in pending.values()}
+        return sorted(receipts, key=lambda receipt: receipt.client)
+
+    def committed(self, memory_versions: set[str]) -> None:
+        """Sites keep their memories themselves, and a server that starts anew names the version it wants."""
+
+    def _enough(self, clients: set[str]) -> dict[str, int]:
+        """Return client → node of those of ``clients`` that are there; wait only while they are fewer than needed."""
+        nodes = self.present()
+        if len(clients & nodes.keys()) < min(self.patience.minimum, len(clients)):
+            self.gather(clients)
+            nodes = self.present()
+        return nodes
+
+    def _push(self, content: Any, node: int, kind: str) -> str | None:
+        from flwr.app import Message
+
+        ttl = max(self.patience.deadline, self.patience.wait) + 60
+        (message_id,) = self.grid.push_messages([Message(content, node, kind, ttl=ttl)]) or [None]
+        return message_id or None
+
+    def _greet(self, node: Any) -> None:
+        """Ask a node who it is, once each time it comes."""
+        key = node.node_id, node.last_activated_at
+        if key in self._greeted:
+            return
+        message_id = self._push(pack({"terms": self.terms.model_dump()}), node.node_id, HELLO)
+        if message_id is not None:
+            self._greeted[key] = message_id
+            self._hellos[message_id] = node
+
+    def _meet(self, node: Any, message: Any) -> None:
+        """Take a site in, or say why not. A node that broke down over its hello is greeted again."""
+        if message.has_error():
+            self._greeted.pop((node.node_id, node.last_activated_at), None)
+            return
+        try:
+            about, _ = unpack(message.content, self.max_reply_bytes)
+            self._admit(node, about)
+        except (UpdateRejected, ConfigError) as refusal:
+            self.observer.say(f"A site (node {node.node_id}) is refused: {printable(str(refusal), MAX_REASON)}.")
+
+    def _admit(self, node: Any, about: Mapping[str, Plain]) -> None:
+        if "refused" in about:
+            raise UpdateRejected(f"it says: {about['refused']}")
+        hello = about.get("hello")
+        if not isinstance(hello, dict) or not isinstance(hello.get("client"), str):
+            raise UpdateRejected("it does not say who it is")
+        name = check_client_name(hello["client"])
+        if node.name and node.name != name:
+            raise UpdateRejected(f"its key is registered for {node.name!r}, but it says that it is {name!r}")
+        for what in ("backbone", "tokenizer"):
+            if (said := mismatch(what, str(hello.get(what)), getattr(self.terms, what))) is not None:
+                raise UpdateRejected(f"{name}: {said}")
+        if type(hello.get("examples")) is not int or hello["examples"] < 1:
+            raise UpdateRejected(f"{name} counts no examples")
+        other = self.cards.get(name)
+        if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
+            raise UpdateRejected(f"another node that is online is {name!r} already")
+        self.cards[name] = Card(node.node_id, hello)
+        self.observer.say(f"{name} is there, with {hello['examples']} examples.")
+
+    def _receive(self, message: Any, order: Order, down: int, seconds: float) -> Receipt | None:
+        """Write a reply to the spool, unread but for its header and checksum; None if Flower brings no reply."""
+        client = order.client
+        if message.has_error():
+            reason = printable(str(message.error.reason), MAX_REASON)
+            self.observer.say(f"Round {order.round}: {client} gave no answer: {reason}.")
+            return None
+        path = self.spool / f"{client}.safetensors"
+        try:
+            about, payload = unpack(message.content, self.max_reply_bytes)
+            if "refused" in about:
+                raise UpdateRejected(f"the site refuses: {about['refused']}")
+        except UpdateRejected as refusal:
+            return Receipt(client, path, 0, down, seconds, refused=str(refusal))
+        path.write_bytes(payload)
+        memory = version_of(client, order.round) if about.get("kept") is True else None
+        return Receipt(client, path, len(payload), down, seconds, memory)

@@ -1,0 +1,230 @@
+"""One site of a federation: its own rows, backbone, memory and limits. The server says what to train, not with what."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, StringConstraints, ValidationError
+
+from fedloom.backbones.load import cache_dir, load_backbone
+from fedloom.config import BackboneConfig, Section, explained, read_yaml
+from fedloom.data.sources import read_examples
+from fedloom.data.tokenize import encode, tokenizer_hash
+from fedloom.errors import SiteRefusal
+from fedloom.methods import METHODS
+from fedloom.methods.base import Method
+from fedloom.runtime.client import LocalClient, Rows, Workbench, carry_out
+from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
+from fedloom.runtime.wire import decode_order, encode_reply
+from fedloom.types import AdapterSpec, Order, Plain
+from fedloom.version import __version__
+
+#: A server that starts again goes on from one of its two checkpoints, which name memories of earlier rounds.
+KEEP_VERSIONS = 3
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Limits(Section):
+    """What a site does for a server, at most."""
+
+    max_steps: int = Field(10_000, ge=1)
+    max_order_bytes: int = Field(2 << 30, ge=1)
+
+
+class SiteConfig(Section):
+    """A node's own configuration. ``folder`` holds what never leaves the site."""
+
+    client: str
+    data: str
+    folder: str = "memory"
+    backbone: BackboneConfig = BackboneConfig()
+    max_length: int = Field(512, ge=8, le=1_000_000)
+    strict: bool = False
+    limits: Limits = Limits()
+
+
+def load_site(path: Path) -> SiteConfig:
+    """Read a node's configuration; relative names are relative to its folder.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong.
+    """
+    plain = read_yaml(path)
+    try:
+        config = SiteConfig.model_validate(plain)
+    except ValidationError as error:
+        raise explained(error, SiteConfig, (), str(path)) from error
+    check_client_name(config.client)
+    placed = {key: str((path.parent / Path(getattr(config, key)).expanduser()).resolve()) for key in ("data", "folder")}
+    return config.model_copy(update=placed)
+
+
+class Terms(Section):
+    """What the server says beside an order. It comes from outside, so every field has a form.
+
+    Attributes:
+        run: name of the run, under which the site keeps its memory.
+        seed: the run's seed.
+        method: name of a method that the site has.
+        options: that method's options.
+        backbone: hash of the server's backbone.
+        tokenizer: hash of its tokenizer.
+        memory: round of the memory to go on from; None is none.
+    """
+
+    run: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+    seed: int
+    method: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    backbone: Digest
+    tokenizer: Digest
+    memory: int | None = Field(None, ge=0, le=10**9)
+
+    def build_method(self) -> Method:
+        """Return the method, of the code that is installed here.
+
+        Raises:
+            SiteRefusal: there is no such method, or it has no such options.
+        """
+        if self.method not in METHODS:
+            raise SiteRefusal(f"this site has no method {self.method!r}; it runs fedloom {__version__}")
+        kind = METHODS[self.method]
+        try:
+            return kind(kind.Options(**self.options))
+        except ValidationError as error:
+            said = f"this site's fedloom {__version__} does not take these options of {self.method}"
+            raise SiteRefusal(said) from error
+
+
+def mismatch(what: str, here: str, server: str) -> str | None:
+    """Return what is said when a hash differs between a site and the server; both hashes are named."""
+    return None if here == server else f"the {what} differs: {here} at the site, {server} at the server"
+
+
+class Site:
+    """Rows and backbone of one node, loaded once."""
+
+    def __init__(self, config: SiteConfig) -> None:
+        if config.backbone.threads:
+            torch.set_num_threads(config.backbone.threads)
+        self.config = config
+        self.backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
+        self.tokenizer_hash = tokenizer_hash(self.backbone.tokenizer)
+        examples, self.counts = read_examples(config.data, strict=config.strict)
+        kept, self.encoding = encode(
+            examples, self.backbone.tokenizer, max_length=config.max_length, strict=config.strict
+        )
+        self.rows = Rows(kept)
+        self._bench: Workbench | None = None
+
+    def check(self, terms: Terms) -> None:
+        """Refuse a server that trains another model.
+
+        Raises:
+            SiteRefusal: naming both hashes.
+        """
+        for what, here, server in (
+            ("backbone", self.backbone.hash, terms.backbone),
+            ("tokenizer", self.tokenizer_hash, terms.tokenizer),
+        ):
+            if (said := mismatch(what, here, server)) is not None:
+                raise SiteRefusal(said)
+
+    def hello(self, terms: Terms) -> dict[str, Plain]:
+        """Return what the server may know of this site: its name, hashes and counts.
+
+        Raises:
+            SiteRefusal: see ``check``, or there is nothing to train on.
+        """
+        self.check(terms)
+        if not len(self.rows):
+            raise SiteRefusal(f"{self.config.client} holds no usable example")
+        return {
+            "client": self.config.client,
+            "fedloom": __version__,
+            "backbone": self.backbone.hash,
+            "tokenizer": self.tokenizer_hash,
+            "examples": len(self.rows),
+            "rows": dict(self.counts),
+            "truncated": self.encoding.truncated,
+            "no_label_left": self.encoding.no_label_left,
+        }
+
+    def answer(self, payload: bytes, terms: Terms) -> tuple[bytes, bool]:
+        """Do what an encoded order asks.
+
+        The same order with the same memory gives the same bytes, so a round that is asked again does no harm.
+
+        Returns:
+            The encoded reply, and whether the memory of this round was written.
+
+        Raises:
+            SiteRefusal: the order is for another client, model or method, beyond the limits, or not to be understood.
+        """
+        self.check(terms)
+        method, order = terms.build_method(), self._read(payload)
+        memory = MemoryFolder(Path(self.config.folder) / terms.run)
+        client = LocalClient(
+            name=self.config.client,
+            rows=self.rows,
+            bench=self._bench_for(order.spec),
+            memory=self._memory(memory, terms.memory),
+            run_seed=terms.seed,
+            round=order.round,
+        )
+        reply, kept = carry_out(method, client, order)
+        if kept is not None:
+            memory.write(self.config.client, order.round, kept)
+            self._forget(memory, order.round)
+        return encode_reply(reply, order.round), kept is not None
+
+    def _read(self, payload: bytes) -> Order:
+        limits = self.config.limits
+        try:
+            order = decode_order(payload)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SiteRefusal(f"the order cannot be understood: {type(error).__name__}") from error
+        if order.client != self.config.client:
+            raise SiteRefusal(f"the order is for {order.client!r}; this site is {self.config.client!r}")
+        if order.kind not in ("probe", "fit") or type(order.round) is not int or order.round < 0:
+            raise SiteRefusal(f"the order's kind {order.kind!r} or round {order.round!r} is unknown")
+        if order.training.steps > limits.max_steps:
+            raise SiteRefusal(
+                f"the order asks for {order.training.steps} steps; this site's limit is {limits.max_steps}"
+            )
+        return order
+
+    def _bench_for(self, spec: AdapterSpec) -> Workbench:
+        if self._bench is None:
+            self._bench = Workbench(self.backbone, spec, cache_dir())
+        return self._bench
+
+    def _memory(self, folder: MemoryFolder, round: int | None) -> ClientMemory:
+        """Read the memory of a round; only its round comes from outside, never a name."""
+        if round is None:
+            return ClientMemory()
+        version = version_of(self.config.client, round)
+        if not (folder.folder / version).is_file():
+            raise SiteRefusal(f"{self.config.client} has lost its memory of round {round}")
+        return folder.read(version)
+
+    def _forget(self, folder: MemoryFolder, round: int) -> None:
+        """Delete memories that no checkpoint of a server at ``round`` names; later ones will be written anew."""
+        names = [path.name for path in folder.folder.iterdir()]
+        past = sorted((of, name) for name in names if (of := round_of(name)) is not None and of <= round)
+        folder.forget_all_but(set(names) - {name for _, name in past[:-KEEP_VERSIONS]})
+
+
+def version_of(client: str, round: int) -> str:
+    """Return the name under which ``MemoryFolder`` keeps a client's memory of a round."""
+    return f"{client}-r{round}.safetensors"
+
+
+def round_of(version: str) -> int | None:
+    """Return the round that the name of a memory ends with."""
+    found = re.search(r"-r(\d{1,10})\.safetensors$", version)
+    return int(found[1]) if found else None
