@@ -387,7 +387,7 @@ def test_a_mini_batch_in_parts_is_one_mini_batch(tmp_path: Path, monkeypatch: py
 
 
 def test_a_whole_pass_holds_every_example_once() -> None:
-    """20 examples in batches of 8: 8, 8 and 4, then a new pass; without ``whole`` the last four would be thrown away."""
+    """20 examples in batches of 8: 8, 8 and 4, then a new pass; without ``whole`` the last four are thrown away."""
     pool = list(range(20))
     drawn = draw_batches([pool] * 6, [1] * 20, 8, torch.Generator().manual_seed(1), whole=True)
     assert [len(batch) for batch in drawn] == [8, 8, 4, 8, 8, 4]
