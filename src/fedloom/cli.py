@@ -259,7 +259,9 @@ def methods(as_json: AsJson = False) -> None:
 @app.command()
 @spoken
 def budget(
-    backbone: Annotated[str, typer.Option(help="llama-3.2-3b, gemma-2-2b, switch-base-16, smollm2-135m, tiny, or a folder.")],
+    backbone: Annotated[
+        str, typer.Option(help="llama-3.2-3b, gemma-2-2b, switch-base-16, smollm2-135m, tiny, a folder.")
+    ],
     method: Annotated[str, typer.Option(help="A method's name.")] = "fedweave",
     experts: Annotated[int, typer.Option(min=1, max=4096, help="Number of experts.")] = 4,
     rank: Annotated[

@@ -181,13 +181,15 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         site_config.federation.max_reply_bytes,
         observer,
     )
-    clients = known.get("clients") or transport.gather()
+    recorded = known.get("clients")
+    clients = recorded if isinstance(recorded, list) else transport.gather()
     if resumed:
         transport.gather(clients)
     config = site_config.of(clients)
     method = config.build_method()
     data = server_data(config, backbone)
     spec = adapter_spec(config, method, backbone)
+    shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
     checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
     if done := checkpoints.rounds():
         checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
@@ -200,7 +202,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     setup = Setup(
         seed=config.seed,
         spec=spec,
-        shapes={} if spec.native else target_modules(backbone.model, spec.targets),
+        shapes=shapes,
         hidden_size=backbone.hidden_size,
         clients=tuple(clients),
         initial=bench.grafted.read() if spec.native else {},

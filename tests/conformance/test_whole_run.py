@@ -72,7 +72,8 @@ def left_behind(out: Path) -> dict[str, Any]:
     found["log"] = [without_seconds(json.loads(line)) for line in (out / "rounds.jsonl").read_text().splitlines()]
     for name in ("metrics.json", "manifest.json"):
         found[name] = without_seconds(json.loads((out / name).read_text()))
-    del found["manifest.json"]["source_hash"], found["manifest.json"]["source_hashes"]  # so that the package can be edited while its tests run
+    for key in ("source_hash", "source_hashes"):  # so that the package can be edited while its tests run
+        del found["manifest.json"][key]
     found["config"] = (out / "config.yaml").read_text()
     return found
 

@@ -50,8 +50,8 @@ class NativeGraft:
         else:
             raise AdapterError(f"Native experts are trained 'full' or by 'lora', not {spec.native!r}.")
         for module in unwrap(model).modules():
-            if hasattr(module, "jitter_noise"):
-                module.jitter_noise = 0.0  # transformers multiplies the experts' input by it, too, in place
+            if hasattr(module, "jitter_noise"):  # transformers multiplies the experts' input by it, too, in place
+                module.jitter_noise = 0.0  # type: ignore[assignment]
         self.initial: Tensors = self.named.read()
         self.respec(spec)
 

@@ -35,9 +35,7 @@ class Routers(nn.ModuleList):
         weights: what each router counts, not negative, not all zero; empty: all alike.
     """
 
-    def __init__(
-        self, count: int, hidden_size: int, width: int, experts: int, weights: tuple[float, ...] = ()
-    ) -> None:
+    def __init__(self, count: int, hidden_size: int, width: int, experts: int, weights: tuple[float, ...] = ()) -> None:
         super().__init__(Router(hidden_size, width, experts) for _ in range(count))
         self.shares = [weight / sum(weights) for weight in weights] or [1 / count] * count
 
