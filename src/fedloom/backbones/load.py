@@ -26,7 +26,7 @@ from fedloom.errors import BackboneError
 
 #: Names that need no path: where a package on this machine carries the weights, else where a hub does.
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-KNOWN = ("tiny", "tiny-switch", "smollm2-135m")
+KNOWN = ("tiny", "smollm2-135m")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
