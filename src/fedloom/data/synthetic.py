@@ -24,16 +24,17 @@ from fedloom.numerics.seeding import numpy_generator
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-#: Each pattern's own marker words; one token each for the tiny backbone, as the keys and answers are.
+#: Each pattern's own marker words; one token each for the tiny backbone, as the keys and answers are. The first ones
+#: are about equally far apart in its features; the last is far from all others.
 OWN_WORDS = (
-    ("court", "judge", "jury", "lawyer", "statute", "attorney"),
     ("bank", "loan", "mortgage", "income", "taxes", "credit"),
     ("train", "truck", "road", "miles", "trip", "driver"),
-    ("blood", "heart", "muscle", "protein", "hair", "cells"),
-    ("horses", "cows", "ducks", "chickens", "farmer", "corn"),
-    ("butter", "sugar", "cheese", "flour", "juice", "soda"),
     ("football", "baseball", "team", "player", "games", "score"),
+    ("blood", "heart", "muscle", "protein", "hair", "cells"),
     ("teacher", "students", "books", "pencils", "school", "grade"),
+    ("butter", "sugar", "cheese", "flour", "juice", "soda"),
+    ("horses", "cows", "ducks", "chickens", "farmer", "corn"),
+    ("court", "judge", "jury", "lawyer", "statute", "attorney"),
 )
 COMMON_WORDS = ("table", "door", "wall", "floor", "room", "line", "side", "part", "page", "list", "form", "note")
 
