@@ -234,3 +234,29 @@ def test_bfloat16_model_has_float32_factors() -> None:
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
     assert all(s.grad is not None and s.grad.dtype == torch.float32 for s in lora.slots().values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_m9_adapters_of_two_experts_load_in_either_order(family: str) -> None:
+    """Where experts are slices of one tensor, an adapter must reach its own expert, whatever came before it."""
+    model = make_native(family)
+    lora = graft_expert_lora(model, RANK, ALPHA)
+    start = {name: torch.zeros(shape) for name, shape in lora.shapes().items()}
+    path = next(iter(layers_of(family)))
+    factors = random_factors(lora.shapes())
+    first, second = (
+        {name: t for name, t in factors.items() if component(name) == f"experts/{path}.{e}"} for e in (0, 1)
+    )
+    found = []
+    for pair in ((first, second), (second, first)):
+        lora.load(start)
+        for adapter in pair:
+            lora.load(lora.read() | adapter)
+        assert all(torch.equal(t, (start | first | second)[name]) for name, t in lora.read().items())
+        found.append(logits(model, family))
+    lora.load(dict(reversed((start | first | second).items())))
+    found.append(logits(model, family))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    lora.load(start | first)
+    assert not torch.equal(logits(model, family), found[0])
