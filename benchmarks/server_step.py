@@ -38,7 +38,7 @@ class OnDisk:
 
     def __iter__(self) -> Iterator[Reply]:
         for path in self.paths:
-            yield decode_reply(path.read_bytes(), path.name, 1)
+            yield decode_reply(path, path.name, 1)
 
     def __len__(self) -> int:
         return len(self.paths)

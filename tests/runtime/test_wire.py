@@ -6,6 +6,8 @@ import json
 import resource
 import struct
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +123,28 @@ def test_replies_come_back_without_what_the_client_keeps() -> None:
 
 
 REPLY = encode_reply(Reply("ann", TENSORS, {"examples": 3}, {"loss": 0.5}, {"sizes": [3]}), 7)
+
+
+def outcome(data: bytes | Path) -> Any:
+    """Return a reply's parts as bytes and text, or why it is refused."""
+    try:
+        reply = decode_reply(data, "ann", 7)
+    except UpdateRejected as reason:
+        return str(reason).replace("deserializing header", "deserializing")
+    return {name: (t.dtype, t.shape, bits(t)) for name, t in reply.send.items()}, str(replace(reply, send={}))
+
+
+def test_a_file_gives_what_its_bytes_give(tmp_path: Path) -> None:
+    """Whole, cut anywhere in the header, cut in the data, longer; and a file may go while its tensors are in use."""
+    length = struct.unpack("<Q", REPLY[:8])[0] + 8
+    cuts = [*range(0, length + 1, 7), length, len(REPLY) - 1, len(REPLY)]
+    for number, data in enumerate([*(REPLY[:cut] for cut in cuts), REPLY + b"x"]):
+        path = tmp_path / str(number)
+        path.write_bytes(data)
+        assert outcome(path) == outcome(data)
+    reply = decode_reply(tmp_path / str(len(cuts) - 1), "ann", 7)
+    (tmp_path / str(len(cuts) - 1)).unlink()
+    assert same(reply.send, TENSORS)
 
 
 def decodes_or_is_rejected(data: bytes) -> None:
