@@ -187,7 +187,8 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         transport.gather(clients)
     config = site_config.of(clients)
     method = config.build_method()
-    data = server_data(config, backbone)
+    hellos = known.get("hello") or {name: transport.cards[name].hello for name in clients}
+    data = server_data(config, backbone, {name: row_counts(hello) for name, hello in hellos.items()})
     spec = adapter_spec(config, method, backbone)
     shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
     checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
@@ -196,8 +197,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_json(out / "manifest.json", manifest(config, backbone, data))
     if not resumed:  # who takes part is settled once, so that a server that starts again draws the same cohorts
-        cards = {name: transport.cards[name].hello for name in clients}
-        write_json(out / "sites.json", known | {"clients": clients, "hello": cards})
+        write_json(out / "sites.json", known | {"clients": clients, "hello": hellos})
     bench = Workbench(backbone, spec, cache_dir())
     setup = Setup(
         seed=config.seed,
@@ -234,8 +234,15 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     return metrics
 
 
-def server_data(config: Config, backbone: Backbone) -> Data:
-    """Return the server's own test rows; of clients it has none."""
+def row_counts(hello: dict[str, Plain]) -> dict[str, int]:
+    """Return what a site said of its rows, of the counts that ``read_examples`` makes; it comes from outside."""
+    rows = hello.get("rows")
+    known = ("rows", "kept", "empty_response", "empty_prompt")
+    return {key: rows[key] for key in known if type(rows.get(key)) is int} if isinstance(rows, dict) else {}
+
+
+def server_data(config: Config, backbone: Backbone, rows: dict[str, dict[str, int]]) -> Data:
+    """Return the server's own test rows; of clients' rows it has ``rows``, their counts."""
     found = {name: read_task_file(name, path, strict=config.data.strict) for name, path in config.data.test.items()}
     if config.evaluation.limit:
         found = {task: examples[: config.evaluation.limit] for task, examples in found.items()}
@@ -244,4 +251,5 @@ def server_data(config: Config, backbone: Backbone) -> Data:
         kept, _ = encode(examples, backbone.tokenizer, max_length=config.data.max_length, strict=config.data.strict)
         test[name], measured[name] = Rows(kept), [examples[e.index] for e in kept]
     kinds = {name: (name, list(range(len(rows)))) for name, rows in test.items()}
-    return Data({}, {}, {}, {}, kinds, test, measured, {"clients": config.data.clients, "test": config.data.test})
+    record = {"clients": config.data.clients, "test": config.data.test, "rows": rows}
+    return Data({}, {}, {}, {}, kinds, test, measured, record)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
@@ -184,6 +184,16 @@ def node_command(
     return command, {**os.environ, "PATH": path, "FLWR_TELEMETRY_ENABLED": "0"}
 
 
+def become_node(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Replace this process by the SuperNode, and leave a warm copy of it behind for the node's apps."""
+    # What the copies need is imported before the fork, and threads are started after it.
+
+    from fedloom.runtime.flower_guard import run_app
+    from fedloom.runtime.flower_warm import stay_warm
+
+    os.execvpe(command[0], command, environment | stay_warm(run_app))
+
+
 Folder = Annotated[Path, typer.Argument(help="The app folder.", show_default=False)]
 
 
@@ -224,6 +234,6 @@ def flower_commands(spoken: Callable[[Callable[..., None]], Callable[..., None]]
     ) -> None:
         """Run this site's node. It runs fedloom as installed here, whatever app the server sends."""
         command, environment = node_command(config, superlink, key, ca, insecure, port)
-        os.execvpe(command[0], command, environment)
+        become_node(command, environment)
 
     return flower

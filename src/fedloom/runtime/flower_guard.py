@@ -5,6 +5,7 @@ A Flower node unpacks the server's app and imports it. Here the app is neither u
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from fedloom.errors import ConfigError
 from fedloom.files import write_atomic
+from fedloom.runtime.flower_warm import hand_over
 
 REPLACED = ("install_from_fab", "get_load_client_app_fn")
 
@@ -30,7 +32,7 @@ def write_programs(folder: Path) -> Path:
     return folder
 
 
-def main() -> None:
+def run_app() -> None:
     """Run Flower's ClientApp process with the two functions replaced that would unpack and import the server's app."""
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp as program
@@ -46,13 +48,25 @@ def main() -> None:
     def ours(*_: Any, **__: Any) -> Any:
         # Imported only now that the process reports itself to the node: where importing PyTorch takes longer than the
         # node waits for a first sign of life (30 s), it would start one process after another.
-        from fedloom.runtime.flower import client_app
+        try:
+            from fedloom.runtime.flower import client_app
 
-        return lambda *identity: client_app()
+            app = client_app()
+        except Exception:
+            # Flower sends an error's words to the server; what is wrong here, and where, stays in this log.
+            logging.getLogger("flwr").exception("fedloom cannot be loaded")
+            raise ConfigError("fedloom cannot be loaded at this site; the site's own log says more") from None
+        return lambda *identity: app
 
     for name, function in zip(REPLACED, (nothing, ours), strict=True):
         setattr(program, name, function)
     flwr_clientapp()
+
+
+def main() -> None:
+    """Hand the arguments to the node's warm process; without one, run the app here."""
+    if not hand_over(sys.argv[1:]):
+        run_app()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,207 @@
+"""A SuperLink and nodes as real processes on loopback, for tests; all of them are ended whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import yaml
+
+from fedloom.flower_cli import init_folder, make_keys
+from small_world import client_rows
+
+#: Far more than a quiet machine needs.
+PATIENCE = 600.0
+SITES = ("ann", "bob", "cyd")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_node(folder: Path, name: str, backbone: Path, **more: Any) -> Path:
+    """Write a site's rows and configuration; return the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": e.prompt, "response": e.response}) for e in client_rows()[name]]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    about = {"client": name, "data": "rows.jsonl", "backbone": {"name": str(backbone), "threads": 1}, **more}
+    (folder / "node.yaml").write_text(json.dumps(about))
+    return folder / "node.yaml"
+
+
+class Sites:
+    """One folder as ``fedloom flower init`` and ``keys`` write it, and the processes that run on it."""
+
+    def __init__(self, folder: Path, *, database: bool = False) -> None:
+        self.folder = folder / "server"
+        self.keys = self.folder / "keys"
+        self.home = folder
+        self.database = ["--database", str(folder / "superlink.db")] if database else []
+        self.port = free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        init_folder(self.folder)
+        connection = self.folder / "flwr" / "config.toml"
+        connection.write_text(connection.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{self.port}"))
+        make_keys(self.folder, list(SITES), [])
+        self.environment = {
+            **os.environ,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "FLWR_HOME": str(self.folder / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FEDLOOM_SERVER": str(self.folder / "server.yaml"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+        }
+
+    def __enter__(self) -> Sites:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in list(self.processes):
+            self.kill(name)
+        if error is not None:
+            for log in sorted(self.home.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
+
+    def configure(self, out: str, **sections: Any) -> Path:
+        """Write the server's configuration for the next run; return the run's folder."""
+        (self.folder / "server.yaml").write_text(yaml.safe_dump({"out": out, **sections}))
+        return self.folder / out
+
+    def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        with open(self.home / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment or self.environment,
+                cwd=self.folder,
+            )
+
+    def start_superlink(self) -> None:
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *self.database]
+        command += ["--disable-runtime-dependency-installation", "--enable-supernode-auth"]
+        command += ["--ssl-ca-certfile", str(self.keys / "ca.pem"), "--ssl-certfile", str(self.keys / "server.pem")]
+        self.start("superlink", [*command, "--ssl-keyfile", str(self.keys / "server.key")])
+        self.wait_for(self._is_open, "the SuperLink's port")
+
+    def _is_open(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def start_node(
+        self,
+        name: str,
+        config: Path,
+        *,
+        key: Path | None = None,
+        ca: Path | None = None,
+        insecure: bool = False,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """Start ``fedloom flower node``."""
+        command = [sys.executable, "-m", "fedloom.cli", "flower", "node", str(config), "--port", str(free_port())]
+        command += ["--superlink", f"127.0.0.1:{self.port}"]
+        if insecure:
+            command.append("--insecure")
+        else:
+            command += ["--key", str(key or self.keys / name), "--ca", str(ca or self.keys / "ca.pem")]
+        shared = {k: v for k, v in self.environment.items() if k != "FEDLOOM_SERVER"}
+        self.start(name, command, shared | {"FLWR_HOME": str(config.parent / "flwr")} | (environment or {}))
+
+    def register(self, *names: str) -> None:
+        for name in names:
+            self.flwr("supernode", "register", str(self.keys / f"{name}.pub"), "sites", "--name", name)
+
+    def flwr(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["flwr", *arguments],
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            cwd=self.folder,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self) -> int:
+        """``flwr run``; return how many runs had ended before."""
+        before = self.ended()
+        self.flwr("run", "app", "sites")
+        return before
+
+    def run(self, out: Path) -> None:
+        """Run what is configured to its end; ``report.html`` is the last thing that a run writes."""
+        before = self.submit()
+        self.wait_for(lambda: self.ended() > before, "the end of the run")
+        assert (out / "report.html").is_file(), self.app_log()
+
+    def ended(self) -> int:
+        return self.log("superlink").count("Finished task")
+
+    def run_id(self) -> str:
+        return re.findall(r"Created run (\d+)", self.log("superlink"))[-1]
+
+    def app_log(self) -> str:
+        """Return what the newest run's ServerApp said."""
+        return self.flwr("log", self.run_id(), "sites", "--show")
+
+    def log(self, name: str) -> str:
+        path = self.home / f"{name}.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"{what}: nothing after {seconds:g} s"
+            time.sleep(0.2)
+
+    def kill(self, name: str) -> None:
+        """End a process with SIGKILL, and all its children, which Flower starts in sessions of their own."""
+        process = self.processes.pop(name)
+        for member in family(process.pid):
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        process.wait(timeout=30)
+
+    def working(self, name: str) -> list[psutil.Process]:
+        """Return the processes that answer a message for a node now: the forks of its warm copy."""
+        return [fork for copy in psutil.Process(self.processes[name].pid).children() for fork in copy.children()]
+
+    def server_app(self) -> psutil.Process:
+        """Return the running ServerApp."""
+        lines = {member: _command(member) for member in family(self.processes["superlink"].pid)}
+        (found,) = [member for member, line in lines.items() if "flwr-serverapp" in line]
+        return found
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def family(pid: int) -> list[psutil.Process]:
+    try:
+        return [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return []
