@@ -14,7 +14,7 @@ from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
-from fedloom.types import Training
+from fedloom.types import Training, Wire
 
 
 class Section(BaseModel):
@@ -97,12 +97,15 @@ class AdapterConfig(Section):
 
 
 class FederationConfig(Section):
+    """``wire`` compresses what clients send: ``bf16``, or ``int8`` with error feedback; see docs/privacy.md."""
+
     rounds: int = Field(20, ge=0, le=1_000_000)
     participation: float = Field(1.0, gt=0, le=1)
     min_replies: int = Field(1, ge=1)
     max_examples: int = Field(10_000_000, ge=1)
     norm_factor: float = Field(100.0, gt=1)
     max_reply_bytes: int = Field(2 << 30, ge=1)
+    wire: Wire = "none"
 
 
 class TrainingConfig(Section):

@@ -25,6 +25,7 @@ from fedloom.report import write_report
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer, RoundLog
+from fedloom.runtime.leaving import leaving_of
 from fedloom.runtime.loop import Federation, federate
 from fedloom.runtime.memory import Memories, MemoryFolder
 from fedloom.runtime.simulate import Simulator
@@ -85,7 +86,8 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
             rows.features(bench, observer.advance)
 
     memory = MemoryFolder(out / "checkpoints" / "memory")
-    simulator = Simulator(bench, data.clients, config.seed, memory, out / "checkpoints" / "spool")
+    leaving = leaving_of(config, method)
+    simulator = Simulator(bench, data.clients, config.seed, memory, out / "checkpoints" / "spool", leaving)
     log = RoundLog(out / "rounds.jsonl")
     state = federate(
         method,

@@ -23,6 +23,8 @@ def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]
     """Return what must be the same for a run to be resumed: all but how often one looks and whether one generates."""
     sections = config.model_dump()
     sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing", "personalised")}
+    if sections["federation"]["wire"] == "none":  # a checkpoint from before the key
+        del sections["federation"]["wire"]
     return sections | {
         "backbone_hash": backbone.hash,
         "tokenizer_hash": tokenizer_hash(backbone.tokenizer),

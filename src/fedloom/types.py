@@ -22,6 +22,9 @@ Layer = Literal["last"] | int | float
 #: What becomes of a prompt's tokens: their mean, or the last token's state.
 Pooling = Literal["mean", "last"]
 
+#: How what a client sends is compressed.
+Wire = Literal["none", "bf16", "int8"]
+
 
 #: Fields of ``AdapterSpec`` that JSON holds as lists.
 LISTS = ("targets", "slots", "kept", "router_weights")

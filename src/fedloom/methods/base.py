@@ -41,6 +41,8 @@ class Method:
         pooled: all rows are trained in one place, as one client (no federation at all).
         global_model: there is one model for everyone, which the global protocol measures.
         personal: clients end with models of their own.
+        summed: the server adds the weighted mean of what is sent to what it has, so that sums tell it enough.
+        singles: why it needs single updates, if not.
         native: for models whose experts are part of the backbone, and for those only.
     """
 
@@ -56,6 +58,8 @@ class Method:
     pooled: ClassVar[bool] = False
     global_model: ClassVar[bool] = True
     personal: ClassVar[bool] = False
+    summed: ClassVar[bool] = False
+    singles: ClassVar[str] = "its server rule works on single updates"
     native: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 

@@ -19,3 +19,4 @@ class FedIT(Method):
     aggregated = "A and B of one LoRA, by sample count"
     exact = "no: mean(B)·mean(A) ≠ mean(B·A)"
     averages_factors = True
+    summed = True

@@ -29,6 +29,7 @@ class FedProx(Method):
     aggregated = "A and B of one LoRA, by sample count"
     exact = "no: mean(B)·mean(A) ≠ mean(B·A)"
     averages_factors = True
+    summed = True
     Options = FedProxOptions
     options: FedProxOptions
 

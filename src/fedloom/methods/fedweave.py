@@ -56,6 +56,7 @@ class FedWeave(Method):
     exact = "no: factors are averaged per expert"
     default_rank = 8
     averages_factors = True
+    summed = True
     has_probe = True
     Options: ClassVar[type[MixtureOptions]] = FedWeaveOptions
     options: FedWeaveOptions

@@ -18,6 +18,7 @@ class FFALoRA(Method):
     paper = "arXiv 2403.12313"
     aggregated = "B, by sample count"
     exact = "yes: A is common"
+    summed = True
 
     def trains(self, name: str, order: Order) -> bool:
         return not name.endswith(".lora_A")

@@ -18,6 +18,7 @@ class RoLoRA(Method):
     paper = "arXiv 2409.02346"
     aggregated = "B in odd rounds, A in even ones, by sample count"
     exact = "yes: the other factor is common"
+    summed = True
 
     def trains(self, name: str, order: Order) -> bool:
         return not name.endswith(".lora_A" if order.round % 2 else ".lora_B")

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
-from fedloom.methods.server import ServerStep, server_step
+from fedloom.methods.server import server_step
 from fedloom.numerics.seeding import numpy_generator
-from fedloom.numerics.tree import norm
+from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, judge
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
 from fedloom.runtime.events import Observer, RoundLog
-from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply, printable, reach
-from fedloom.runtime.wire import decode_reply
-from fedloom.types import Order, Plain, Reply, Setup, State, Tensors, Training
+from fedloom.types import Order, Plain, Setup, State, Training
 
-#: A reason may quote what a client sent, which may be long.
-MAX_REASON = 500
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """One client's answer as it arrived: bytes on disk, not yet trusted.
-
-    Attributes:
-        client: whose answer.
-        path: file with the encoded reply.
-        bytes_up: length of the encoded reply.
-        bytes_down: length of the encoded order.
-        seconds: from order to answer.
-        memory: version of the client's memory after this order, if it keeps one.
-        refused: why there is no reply to read, if the transport knows (a bad checksum, a site that declines).
-    """
-
-    client: str
-    path: Path
-    bytes_up: int
-    bytes_down: int
-    seconds: float
-    memory: str | None = None
-    refused: str | None = None
+__all__ = ["MAX_REASON", "Answers", "Federation", "Receipt", "Transport", "federate", "judge"]
 
 
 class Transport(Protocol):
@@ -56,107 +28,6 @@ class Transport(Protocol):
     def committed(self, memory_versions: set[str]) -> None:
         """A checkpoint was committed; only these versions of client memories are still named by one."""
         ...
-
-
-@dataclass(frozen=True)
-class Federation:
-    """How rounds are run.
-
-    Attributes:
-        rounds: number of rounds T.
-        participation: share of the clients sampled each round, at least one.
-        min_replies: fewer usable replies than this end the run with an error.
-        norm_factor: an update with a norm beyond this many times its round's lower median (of three replies or more),
-            or beyond this many times what its optimiser steps can reach, is quarantined.
-        max_examples: a reply that counts more is quarantined, since counts are weights.
-        max_reply_bytes: a longer reply is quarantined unread, so that no site can fill the server's memory.
-        server: weights, aggregation and optimiser around the method's own merge.
-    """
-
-    rounds: int = 20
-    participation: float = 1.0
-    min_replies: int = 1
-    norm_factor: float = NORM_FACTOR
-    max_examples: int = 10_000_000
-    max_reply_bytes: int = 2 << 30
-    server: ServerStep = field(default_factory=ServerStep)
-
-
-@dataclass(frozen=True)
-class Usable:
-    """What is kept in memory of a reply that was found usable; its tensors stay on disk.
-
-    Attributes:
-        receipt: where it lies.
-        round: the round that it answers.
-        counts: see ``Reply``.
-        metrics: see ``Reply``.
-        size: ℓ2 norm of its whole change, of what optimiser steps move.
-        free: ℓ2 norm of the rest, which only the other replies of the round can bound (control variates).
-    """
-
-    receipt: Receipt
-    round: int
-    counts: dict[str, int]
-    metrics: dict[str, float]
-    size: float
-    free: float
-
-
-class Accepted:
-    """The accepted replies, read from disk one at a time, in client order, as often as asked (``types.Replies``)."""
-
-    def __init__(self, found: Sequence[Usable]) -> None:
-        self.found = found
-
-    def __iter__(self) -> Iterator[Reply]:
-        for usable in self.found:
-            yield decode_reply(usable.receipt.path.read_bytes(), usable.receipt.client, usable.round)
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What became of a round's orders: ``receipts`` of all that answered, and what was made of them."""
-
-    replies: Accepted
-    receipts: Sequence[Receipt]
-    quarantined: dict[str, str]
-    absent: list[str]
-    seconds: float
-
-    def record(self) -> dict[str, Plain]:
-        """Describe the exchange for the log."""
-        accepted = {usable.receipt.client: usable for usable in self.replies.found}
-        clients = {}
-        weights: dict[str, int] = {}
-        weighted_loss, supervised = 0.0, 0
-        for receipt in self.receipts:
-            usable = accepted.get(receipt.client)
-            counts, metrics = (usable.counts, usable.metrics) if usable else ({}, {})
-            examples = counts.get("examples", 0)
-            sent = {
-                "bytes_up": receipt.bytes_up,
-                "bytes_down": receipt.bytes_down,
-                "seconds": round(receipt.seconds, 3),
-            }
-            clients[receipt.client] = {**metrics, "examples": examples, **sent}
-            for unit, count in counts.items():
-                weights[unit] = weights.get(unit, 0) + count
-            if "loss" in metrics:
-                weighted_loss, supervised = weighted_loss + examples * metrics["loss"], supervised + examples
-        return {
-            "train_loss": weighted_loss / supervised if supervised else None,
-            "clients": clients,
-            "weights": weights,
-            "quarantined": self.quarantined,
-            "absent": self.absent,
-            "bytes_up": sum(r.bytes_up for r in self.receipts),
-            "bytes_down": sum(r.bytes_down for r in self.receipts),
-            "seconds": round(self.seconds, 3),
-        }
 
 
 def federate(
@@ -249,75 +120,3 @@ def make_orders(method: Method, kind: str, state: State, cohort: Sequence[str], 
     """Make one order per client of the cohort, in name order."""
     views = {client: method.view(state, client) for client in sorted(cohort)}
     return [Order(kind, c, state.round, v.tensors, v.spec, training, v.values) for c, v in views.items()]
-
-
-def change_of(method: Method, order: Order, reply: Reply) -> Tensors:
-    """Return how far each tensor of a reply is from where it started, of those that optimiser steps move."""
-    change = {name: tensor for name, tensor in reply.send.items() if method.stepped(name)}
-    for name, tensor in change.items():
-        if (origin := method.origin(order, name)) is not None:
-            change[name] = tensor - origin
-    return change
-
-
-def examine(method: Method, order: Order, receipt: Receipt, federation: Federation) -> Usable:
-    """Read one reply and check it by itself.
-
-    Raises:
-        UpdateRejected: it is not usable.
-    """
-    if receipt.refused is not None:
-        raise UpdateRejected(receipt.refused)
-    if (length := receipt.path.stat().st_size) > federation.max_reply_bytes:
-        raise UpdateRejected(f"it has {length} bytes; max_reply_bytes is {federation.max_reply_bytes}")
-    reply = decode_reply(receipt.path.read_bytes(), receipt.client, order.round)
-    examples = reply.counts.get("examples", 0)
-    if examples == 0:
-        raise UpdateRejected("it counts no examples")
-    if examples > federation.max_examples:
-        raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
-    check_reply(reply, method.expected(order, reply))
-    change = change_of(method, order, reply)
-    limit = federation.norm_factor * reach(
-        order.training, method.local_steps(order), sum(t.numel() for t in change.values())
-    )
-    if (size := norm(change)) > limit:
-        raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
-    free = norm({name: tensor for name, tensor in reply.send.items() if not method.stepped(name)})
-    return Usable(receipt, order.round, reply.counts, reply.metrics, size, free)
-
-
-def judge(
-    method: Method, orders: Sequence[Order], receipts: Sequence[Receipt], federation: Federation, seconds: float
-) -> Answers:
-    """Sort answers into accepted, quarantined and absent.
-
-    Raises:
-        RoundError: fewer than ``federation.min_replies`` are usable.
-    """
-    first = {receipt.client: receipt for receipt in reversed(receipts)}  # a second answer of one client is not read
-    receipts = sorted(first.values(), key=lambda r: r.client)
-    asked = {order.client: order for order in orders}
-    accepted: list[Usable] = []
-    quarantined: dict[str, str] = {}
-    for receipt in receipts:
-        try:
-            if receipt.client not in asked:
-                raise UpdateRejected("it was not asked")
-            accepted.append(examine(method, asked[receipt.client], receipt, federation))
-        except UpdateRejected as reason:
-            quarantined[receipt.client] = printable(str(reason), MAX_REASON)
-    for what in ("size", "free"):
-        norms = [getattr(usable, what) for usable in accepted]
-        for index in reversed(absurd_norms(norms, federation.norm_factor)):
-            quarantined[accepted.pop(index).receipt.client] = (
-                f"its norm {norms[index]:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
-            )
-    absent = sorted(asked.keys() - {r.client for r in receipts})
-    if len(accepted) < federation.min_replies:
-        raise RoundError(
-            f"round {orders[0].round if orders else '?'} got {len(accepted)} usable replies of {len(orders)} asked; at "
-            f"least {federation.min_replies} are needed. Quarantined: {quarantined or 'none'}. Silent: "
-            f"{absent or 'none'}. The model is as it was before the round."
-        )
-    return Answers(Accepted(accepted), receipts, quarantined, absent, seconds)

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedloom.methods.base import Method
-from fedloom.runtime.client import LocalClient, Rows, Workbench, carry_out
+from fedloom.runtime.client import LocalClient, Rows, Workbench
 from fedloom.runtime.events import Observer
+from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import MemoryFolder
-from fedloom.runtime.wire import decode_order, encode_order, encode_reply
+from fedloom.runtime.wire import decode_order, encode_order
 from fedloom.types import Order
 
 
@@ -27,16 +28,24 @@ class Simulator:
         seed: the run's seed.
         memory: where clients keep what never leaves them.
         spool: folder for the replies of the current round.
+        leaving: how replies leave a client.
     """
 
     def __init__(
-        self, bench: Workbench, clients: Mapping[str, Rows], seed: int, memory: MemoryFolder, spool: Path
+        self,
+        bench: Workbench,
+        clients: Mapping[str, Rows],
+        seed: int,
+        memory: MemoryFolder,
+        spool: Path,
+        leaving: Leaving | None = None,
     ) -> None:
         self.bench = bench
         self.clients = clients
         self.seed = seed
         self.memory = memory
         self.spool = spool
+        self.leaving = leaving or Leaving()
 
     def exchange(
         self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
@@ -69,8 +78,7 @@ class Simulator:
             round=order.round,
             on_step=observer.step,
         )
-        reply, kept = carry_out(method, client, order)
-        up = encode_reply(reply, order.round)
+        up, kept = leave(method, client, order, self.leaving)
         path = self.spool / f"{order.client}.safetensors"
         path.write_bytes(up)
         if kept is not None:
