@@ -117,12 +117,16 @@ def _loss(progress: Progress) -> str:
 
 
 def _left(board: Sequence[Progress], begun: float, jobs: int) -> str:
-    """Say how far it is and, from the cells' own seconds, how long it will take."""
+    """Say how far it is and, from finished cells and the rounds of running ones, how long it will take."""
+    now = time.monotonic()
     done = [p for p in board if p.state == "done"]
-    elapsed = (time.monotonic() - begun) / 60
-    said = f"{len(done)} of {len(board)} done, {elapsed:.0f} min"
+    running = [p for p in board if p.state == "running"]
+    said = f"{len(done)} of {len(board)} done, {(now - begun) / 60:.0f} min"
     took = [p.record["seconds"] for p in done if p.record]
-    open_cells = sum(p.state in ("waiting", "running") for p in board)
-    if took and open_cells:
-        said += f", about {sum(took) / len(took) * open_cells / jobs / 60:.0f} min left"
+    took += [(now - p.started) * p.cell.config.federation.rounds / p.round for p in running if p.round]
+    if took and len(done) < len(board):
+        mean = sum(took) / len(took)
+        waiting = sum(p.state == "waiting" for p in board)
+        behind = sum(min(now - p.started, mean) for p in running)
+        said += f", about {((waiting + len(running)) * mean - behind) / jobs / 60:.0f} min left"
     return said

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -130,50 +132,46 @@ def _met(model: Any, whole: int) -> int:
     return whole - int(idle)
 
 
-def dry_table(cells: Sequence[Cell]) -> Table:
-    """Return one row per label, backbone and tasks with what its cells need, and a sum."""
-    groups: dict[tuple[str, str, str], list[Cell]] = {}
+def dry_table(cells: Sequence[Cell]) -> Group:
+    """Return a table per backbone and the sum: what the cells of each label need, in 80 columns."""
+    groups: dict[str, dict[tuple[str, str], list[Cell]]] = {}
     for cell in cells:
         benchmark = cell.config.data.benchmark
         tasks = ", ".join(benchmark.tasks) if benchmark else ""
-        groups.setdefault((cell.title, cell.config.backbone.name, tasks), []).append(cell)
-    table = Table(
-        title="What the suite will take",
-        caption=f"At most: longest texts, {EXPERTS} experts where the method finds their number, as many "
-        "warm-ups before round 1 as a client may have buckets (in bytes and hours), "
-        f"{SUSTAINED / 1e12:.0f} TFLOP/s sustained (assumed), evaluation not counted.",
-    )
-    table.add_column("method")
-    table.add_column("backbone")
-    for heading in (
-        "cells",
-        "examples per round",
-        "trainable",
-        "warm-up steps per client",
-        "bytes up per client and round",
-        "bytes down",
-        "GB moved per cell",
-        "device GB",
-        "hours",
-    ):
-        table.add_column(heading, justify="right")
-    hours, moved = 0.0, 0.0
-    for (title, backbone, _), group in groups.items():
-        one = forecast(group[0])
-        hours, moved = hours + one.hours * len(group), moved + one.total_bytes * len(group)
-        table.add_row(
-            Text(title),
-            Text(backbone),
-            str(len(group)),
-            f"{one.examples:,}",
-            f"{one.trainable:,}",
-            f"{one.probe_steps:,}",
-            f"{one.up_bytes:,}",
-            f"{one.down_bytes:,}",
-            f"{one.total_bytes / 1e9:.2f}",
-            f"{one.memory / 1e9:.1f}",
-            f"{one.hours:.2f}",
+        groups.setdefault(cell.config.backbone.name, {}).setdefault((cell.title, tasks), []).append(cell)
+    shown: list[RenderableType] = [Text("What the suite will take", style="bold")]
+    hours, moved, examples = 0.0, 0.0, set()
+    for backbone, methods in groups.items():
+        table = Table(
+            title=Text(backbone, style="italic"), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False
         )
-    table.add_section()
-    table.add_row("all", "", str(len(cells)), *[""] * 5, f"{moved / 1e9:.1f}", "", f"{hours:.1f}")
-    return table
+        table.add_column("method", overflow="fold")
+        for heading in ("cells", "trained M", "warm-up steps", "MB up", "MB down", "GB sent", "device GB", "hours"):
+            table.add_column(heading, justify="right")
+        for (title, _), group in methods.items():
+            one = forecast(group[0])
+            hours, moved = hours + one.hours * len(group), moved + one.total_bytes * len(group)
+            examples.add(one.examples)
+            table.add_row(
+                Text(title),
+                str(len(group)),
+                f"{one.trainable / 1e6:,.2f}",
+                f"{one.probe_steps:,}",
+                f"{one.up_bytes / 1e6:,.2f}",
+                f"{one.down_bytes / 1e6:,.2f}",
+                f"{one.total_bytes / 1e9:,.2f}",
+                f"{one.memory / 1e9:.1f}",
+                f"{one.hours:.2f}",
+            )
+        shown.append(table)
+    shown.append(Text(f"{len(cells)} cells: {moved / 1e9:,.1f} GB sent, {hours:.1f} hours.", style="bold"))
+    shown.append(
+        Text(
+            "Millions of trained values; MB of a client in a round; GB, hours and memory of a cell. At most: "
+            f"longest texts, {EXPERTS} experts where the method finds their number, as many warm-ups before round "
+            f"1 as a client may have buckets, {SUSTAINED / 1e12:.0f} TFLOP/s (assumed), evaluation not counted; "
+            f"{' or '.join(f'{count:,}' for count in sorted(examples))} examples in a round.",
+            style="dim",
+        )
+    )
+    return Group(*shown)
