@@ -26,6 +26,7 @@ from fedloom.config import (
     EvaluationConfig,
     FederationConfig,
     MethodConfig,
+    PrivacyConfig,
     Section,
     ServerConfig,
     TrainingConfig,
@@ -42,11 +43,12 @@ from fedloom.measure import evaluate_final, evaluate_round
 from fedloom.methods.base import Method
 from fedloom.provenance import identity, manifest
 from fedloom.report import write_report
+from fedloom.runtime.answers import federation_of
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.flower import FlowerTransport, Patience, require_flower
-from fedloom.runtime.loop import Federation, federate
+from fedloom.runtime.loop import federate
 from fedloom.runtime.site import Terms
 from fedloom.types import Plain, Setup
 from fedloom.workload import Data
@@ -79,6 +81,7 @@ class SiteRunConfig(Section):
     federation: FederationConfig = FederationConfig()
     training: TrainingConfig = TrainingConfig()
     server: ServerConfig = ServerConfig()
+    privacy: PrivacyConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     test: dict[str, str] = Field(default_factory=dict)
     max_length: int = Field(512, ge=8, le=1_000_000)
@@ -187,7 +190,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         transport.gather(clients)
     config = site_config.of(clients)
     method = config.build_method()
-    hellos = known.get("hello") or {name: transport.cards[name].hello for name in clients}
+    hellos: dict[str, dict[str, Plain]] = known.get("hello") or {n: transport.cards[n].hello for n in clients}
     data = server_data(config, backbone, {name: row_counts(hello) for name, hello in hellos.items()})
     spec = adapter_spec(config, method, backbone)
     shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
@@ -195,7 +198,8 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     if done := checkpoints.rounds():
         checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
     write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-    write_json(out / "manifest.json", manifest(config, backbone, data))
+    earlier = json.loads((out / "manifest.json").read_text("utf-8")) if done else None
+    write_json(out / "manifest.json", manifest(config, backbone, data, earlier))
     if not resumed:  # who takes part is settled once, so that a server that starts again draws the same cohorts
         write_json(out / "sites.json", known | {"clients": clients, "hello": hellos})
     bench = Workbench(backbone, spec, cache_dir())
@@ -213,7 +217,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         transport,
         setup,
         config.training.ordered(),
-        Federation(**config.federation.model_dump(), server=config.server.ordered()),
+        federation_of(config),
         checkpoints,
         log,
         observer,

@@ -4,129 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from fake_grid import Node, results, terms_of, transport_of, write_sites
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.error import Error
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedloom.backbones.load import load_backbone
-from fedloom.data.tokenize import tokenizer_hash
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods import METHODS
 from fedloom.runtime import flower
-from fedloom.runtime.events import Observer
-from fedloom.runtime.flower import FlowerTransport, Patience, client_app, pack, unpack
-from fedloom.runtime.site import Terms
-from small_world import SECRET, World, client_rows, save_backbone, tree, without_seconds, world_of
-
-PATIENCE = Patience(expected=4, minimum=1, wait=0.0, deadline=60.0)
-
-
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-
-@dataclass
-class Node:
-    """What Flower tells of a node, and what runs on it."""
-
-    node_id: int
-    config: Path
-    last_activated_at: str = "today"
-    name: str = ""
-    spoil: Callable[[Message, Message], Message | None] = field(default=lambda asked, reply: reply)
-
-
-class Grid:
-    """Flower's grid as far as the transport knows it. Message content is copied as bytes, as on a wire."""
-
-    def __init__(self, nodes: list[Node]) -> None:
-        self.nodes = nodes
-        self.app = client_app()
-        self.replies: dict[str, Message] = {}
-        self.asked: list[tuple[int, str]] = []
-
-    def get_nodes(self) -> list[Node]:
-        return list(self.nodes)
-
-    def get_node_ids(self) -> list[int]:
-        return [node.node_id for node in self.nodes]
-
-    def push_messages(self, messages: list[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            (node,) = [n for n in self.nodes if n.node_id == message.metadata.dst_node_id]
-            message_id = f"message-{len(self.asked)}"
-            self.asked.append((node.node_id, message.metadata.message_type))
-            context = Context(1, node.node_id, {"config": str(node.config)}, RecordDict(), {}, 1)
-            reply = node.spoil(message, self.app(message, context))
-            if reply is not None:
-                self.replies[message_id] = reply
-            ids.append(message_id)
-        return ids
-
-    def pull_messages(self, message_ids: list[str]) -> list[Message]:
-        return [self.replies.pop(i) for i in message_ids if i in self.replies]
-
-
-@pytest.fixture(autouse=True)
-def _inside_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower builds messages only inside a running app."""
-    for name in ("_run_id", "_node_id", "_task_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
-    monkeypatch.setattr(flower, "POLL_SECONDS", 0.01)
-    flower._site.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def backbone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_backbone(tmp_path_factory.mktemp("backbone"))
-
-
-def write_sites(folder: Path, backbone: Path, **more: Any) -> list[Node]:
-    """Write rows and configuration of each of the small world's clients."""
-    nodes = []
-    for index, (name, examples) in enumerate(client_rows().items()):
-        home = folder / name
-        home.mkdir(parents=True)
-        lines = [json.dumps({"prompt": e.prompt, "response": e.response}) for e in examples]
-        (home / "rows.jsonl").write_text("\n".join(lines) + "\n")
-        config = {"client": name, "data": "rows.jsonl", "backbone": {"name": str(backbone)}, **more}
-        (home / "node.yaml").write_text(json.dumps(config))
-        nodes.append(Node(index + 1, home / "node.yaml"))
-    return nodes
-
-
-def terms_of(method: str, backbone: Path, **changed: Any) -> Terms:
-    loaded = load_backbone(str(backbone))
-    plain = {"run": "0" * 16, "seed": 42, "method": method, "backbone": loaded.hash}
-    return Terms(**{**plain, "tokenizer": tokenizer_hash(loaded.tokenizer), **changed})
-
-
-def transport_of(
-    world: World, nodes: list[Node], terms: Terms, patience: Patience = PATIENCE
-) -> tuple[FlowerTransport, Notes]:
-    notes = Notes()
-    transport = FlowerTransport(Grid(nodes), terms, patience, world.out / "checkpoints" / "spool", 1 << 30, notes)
-    return transport, notes
-
-
-def results(world: World) -> dict[str, Any]:
-    return {
-        "checkpoints": {n: c for n, c in tree(world.out / "checkpoints").items() if n.startswith("round-")},
-        "log": [without_seconds(record) for record in world.log.read()],
-    }
+from fedloom.runtime.flower import Patience, pack, unpack
+from small_world import SECRET, client_rows, save_backbone, tree, world_of
 
 
 @pytest.mark.parametrize("name", ["fedit", "fedweave", "fedsa_lora", "scaffold"])

@@ -34,6 +34,12 @@ from fedloom.types import Order, Plain
 #: value of 10⁹ at most. Small chunks are far below both and travel side by side.
 CHUNK = 8 << 20
 
+#: The JSON beside a payload names a run, options and counts.
+MAX_ABOUT = 1 << 20
+
+#: What is kept of a site's introduction; whatever else it says is dropped.
+HELLO_KEYS = ("client", "fedloom", "backbone", "tokenizer", "examples", "rows", "truncated", "no_label_left")
+
 HELLO, ORDER = "query.hello", "train.order"
 POLL_SECONDS = 0.5
 logger = logging.getLogger("flwr")
@@ -64,7 +70,8 @@ def unpack(content: Any, limit: int) -> tuple[dict[str, Plain], bytes]:
         UpdateRejected: it was not made so, is longer than ``limit``, or does not have the checksum it names.
     """
     try:
-        about = json.loads(content.config_records["about"]["json"])
+        text = content.config_records["about"]["json"]
+        about = json.loads(text if len(text) <= MAX_ABOUT else "")
         length, digest = about["bytes"], about["sha256"]
         records = content.config_records
         chunks = [records[f"chunk-{index}"]["data"] for index in range(len(records) - 1)]
@@ -319,12 +326,12 @@ class FlowerTransport:
         for what in ("backbone", "tokenizer"):
             if (said := mismatch(what, str(hello.get(what)), getattr(self.terms, what))) is not None:
                 raise UpdateRejected(f"{name}: {said}")
-        if type(hello.get("examples")) is not int or hello["examples"] < 1:
+        if type(hello.get("examples")) is not int or not 1 <= hello["examples"] < 1 << 40:
             raise UpdateRejected(f"{name} counts no examples")
         other = self.cards.get(name)
         if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
             raise UpdateRejected(f"another node that is online is {name!r} already")
-        self.cards[name] = Card(node.node_id, hello)
+        self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
         self.observer.say(f"{name} is there, with {hello['examples']} examples.")
 
     def _receive(self, message: Any, order: Order, down: int, seconds: float) -> Receipt | None:

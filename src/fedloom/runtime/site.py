@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from fedloom.backbones.load import cache_dir, load_backbone
 from fedloom.config import BackboneConfig, Section, explained, read_yaml
@@ -19,19 +20,26 @@ from fedloom.methods.base import Method
 from fedloom.runtime.client import LocalClient, Rows, Workbench, carry_out
 from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
 from fedloom.runtime.wire import decode_order, encode_reply
-from fedloom.types import AdapterSpec, Order, Plain
+from fedloom.types import AdapterSpec, Order, Plain, Training
 from fedloom.version import __version__
 
 #: A server that starts again goes on from one of its two checkpoints, which name memories of earlier rounds.
 KEEP_VERSIONS = 3
 
+_SPEC, _TRAINING = TypeAdapter(AdapterSpec), TypeAdapter(Training)
+
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Limits(Section):
-    """What a site does for a server, at most."""
+    """What a site does for a server, at most.
+
+    ``max_width`` bounds what an order can make it allocate: the summed rank of all experts, the summed width of the
+    routers, the slots, and the examples of a batch.
+    """
 
     max_steps: int = Field(10_000, ge=1)
+    max_width: int = Field(4096, ge=1)
     max_order_bytes: int = Field(2 << 30, ge=1)
 
 
@@ -98,6 +106,27 @@ class Terms(Section):
         except ValidationError as error:
             said = f"this site's fedloom {__version__} does not take these options of {self.method}"
             raise SiteRefusal(said) from error
+
+
+def check_form(order: Order) -> None:
+    """Refuse an order whose header, which is any JSON, has other types than those of an order, or absurd numbers.
+
+    Raises:
+        SiteRefusal: naming the fields.
+    """
+    spec, training = order.spec, order.training
+    try:
+        _SPEC.validate_json(json.dumps(vars(spec)), strict=True)
+        _TRAINING.validate_json(json.dumps(vars(training)), strict=True)
+    except ValidationError as error:
+        fields = ", ".join(sorted({str(fault["loc"][0]) for fault in error.errors()}))
+        raise SiteRefusal(f"the order has fields of a wrong type: {fields}") from error
+    least = {"rank": 1, "experts": 1, "router_hidden": 0, "routers": 1, "steps": 0, "epochs": 0, "batch_size": 1}
+    numbers = vars(spec) | vars(training)
+    if low := sorted(name for name, value in least.items() if numbers[name] < value):
+        raise SiteRefusal(f"the order has numbers that are too small: {', '.join(low)}")
+    if not isinstance(order.values, dict):
+        raise SiteRefusal("the order's values are not an object")
 
 
 def mismatch(what: str, here: str, server: str) -> str | None:
@@ -192,10 +221,15 @@ class Site:
             raise SiteRefusal(f"the order is for {order.client!r}; this site is {self.config.client!r}")
         if order.kind not in ("probe", "fit") or type(order.round) is not int or order.round < 0:
             raise SiteRefusal(f"the order's kind {order.kind!r} or round {order.round!r} is unknown")
+        check_form(order)
         if order.training.steps > limits.max_steps:
             raise SiteRefusal(
                 f"the order asks for {order.training.steps} steps; this site's limit is {limits.max_steps}"
             )
+        spec = order.spec
+        widths = spec.experts * spec.rank, spec.routers * spec.router_hidden, len(spec.slots), order.training.batch_size
+        if max(widths) > limits.max_width:
+            raise SiteRefusal(f"the order is {max(widths)} wide; this site's limit (max_width) is {limits.max_width}")
         return order
 
     def _bench_for(self, spec: AdapterSpec) -> Workbench:

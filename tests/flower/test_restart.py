@@ -1,0 +1,179 @@
+"""The server ended at any moment and started again: the same run, on the real ServerApp's code and real ClientApps.
+
+``test_processes`` does it to processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is an option of its own")
+
+import yaml
+from fake_grid import Grid, Node, Notes, write_sites
+
+from fedloom import flower_app
+from fedloom.config import parse_config
+from fedloom.experiment import run
+from fedloom.flower_app import load_server, serve
+from fedloom.runtime import checkpoint
+from fedloom.runtime.checkpoint import CheckpointFolder
+from fedloom.runtime.events import RoundLog
+from fedloom.runtime.flower import FlowerTransport
+from small_world import tree, without_seconds
+
+#: Every client keeps its moments, so that each has a memory of each round.
+SECTIONS: dict[str, Any] = {
+    "seed": 42,
+    "method": {"name": "fedweave", "warmup_steps": 2},
+    "adapter": {"rank": 2, "alpha": 6.0, "dropout": 0.05},
+    "federation": {"rounds": 3, "min_replies": 2, "participation": 0.75},
+    "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": "keep"},
+    "evaluation": {"generate": False},
+}
+
+
+class Killed(BaseException):
+    """No error that anything may handle."""
+
+
+class Point(NamedTuple):
+    """Die at the ``nth`` call of ``owner.attribute`` whose arguments satisfy ``when``; ``half`` runs just before."""
+
+    owner: Any
+    attribute: str
+    when: Callable[..., bool] = lambda *args, **kwargs: True
+    nth: int = 1
+    after: bool = False
+    half: Callable[..., Any] = lambda *args, **kwargs: None
+
+
+@contextmanager
+def fatal(point: Point) -> Iterator[None]:
+    """Make a point fatal, once."""
+    inner = getattr(point.owner, point.attribute)
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        hit = point.when(*args, **kwargs)
+        calls += hit
+        if not hit or calls != point.nth:
+            return inner(*args, **kwargs)
+        if point.after:
+            inner(*args, **kwargs)
+        point.half(*args, **kwargs)
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(point.owner, point.attribute, call)
+        yield
+
+
+class Restarts:
+    """Sites that stay, and a server that may end and start again."""
+
+    def __init__(self, home: Path, backbone: Path) -> None:
+        self.home = home
+        self.sections = {**SECTIONS, "backbone": {"name": str(backbone), "threads": 1}}
+        self.nodes = write_sites(home / "sites", backbone)
+        waits = {"expected": 4, "wait": 0.0, "deadline": 600.0}
+        (home / "server.yaml").write_text(yaml.safe_dump({"out": "run", "sites": waits, **self.sections}))
+
+    def serve(self, nodes: list[Node] | None = None) -> Notes:
+        """Start the server, with a grid that has forgotten all earlier messages."""
+        notes = Notes()
+        serve(load_server(self.home / "server.yaml"), Grid(self.nodes if nodes is None else nodes), notes)
+        return notes
+
+    def result(self) -> dict[str, Any]:
+        """Return what must be as in a run that nothing stopped. The name of the run is drawn anew for each."""
+        found = result_of(self.home / "run")
+        name = json.loads((self.home / "run" / "sites.json").read_text())["run"]
+        memories = {n.config.parent.name: tree(n.config.parent / "memory" / name) for n in self.nodes}
+        return {**found, "memories": memories}
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    """Return states, log and model; checkpoints also name the configuration, which differs in where rows are."""
+    log = [without_seconds(json.loads(line)) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    states = {name: data for name, data in tree(out / "checkpoints").items() if name.endswith("state.safetensors")}
+    return {"log": log, "states": states, "model": tree(out / "model")}
+
+
+def of_round(number: int, kind: str = "fit") -> Any:
+    return lambda self, method, orders, *rest: (orders[0].round, orders[0].kind) == (number, kind)
+
+
+def half_a_line(log: RoundLog, record: dict[str, Any]) -> None:
+    with open(log.path, "a", encoding="utf-8") as file:
+        file.write('{"round": 2, "coh')
+
+
+#: Of four sites and three rounds. Message 1 to 4 are hellos, 5 to 8 the probe.
+POINTS: dict[str, Point] = {
+    "before any site is greeted": Point(Grid, "push_messages", nth=1),
+    "while sites introduce themselves": Point(Grid, "push_messages", nth=3, after=True),
+    "before the run has a name": Point(flower_app, "write_json", lambda path, value: path.name == "sites.json"),
+    "after the run has a name": Point(
+        flower_app, "write_json", lambda path, value: path.name == "sites.json", after=True
+    ),
+    "in the middle of the probe": Point(Grid, "push_messages", nth=6, after=True),
+    "after the probe's replies": Point(FlowerTransport, "exchange", of_round(0, "probe"), after=True),
+    "before a round's orders": Point(FlowerTransport, "exchange", of_round(2)),
+    "after half of a round's orders": Point(Grid, "push_messages", nth=13, after=True),
+    "with one reply of a round on disk": Point(
+        FlowerTransport, "_receive", lambda self, message, order, *rest: order.round == 2, after=True
+    ),
+    "after a round's replies": Point(FlowerTransport, "exchange", of_round(2), after=True),
+    "in the middle of a log line": Point(RoundLog, "append", lambda self, r: r["round"] == 2, half=half_a_line),
+    "between log and checkpoint": Point(CheckpointFolder, "commit", lambda self, c: c.state.round == 2),
+    "before a checkpoint gets its name": Point(Path, "rename", lambda a, b: b.name == "round-000002"),
+    "while an old checkpoint is deleted": Point(checkpoint.shutil, "rmtree", lambda p: p.name.startswith("round")),
+    "after the last round": Point(CheckpointFolder, "commit", lambda self, c: c.state.round == 3, after=True),
+    "while the model is written": Point(flower_app, "write_models", after=True),
+    "before the report": Point(flower_app, "write_report"),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, backbone_folder: Path) -> dict[str, Any]:
+    """What a run leaves behind that nothing stopped; it is what a simulation leaves behind."""
+    restarts = Restarts(tmp_path_factory.mktemp("straight"), backbone_folder)
+    restarts.serve()
+    rows = {node.config.parent.name: str(node.config.parent / "rows.jsonl") for node in restarts.nodes}
+    config = parse_config({**restarts.sections, "data": {"clients": rows}})
+    run(config, restarts.home / "simulated")
+    assert result_of(restarts.home / "run") == result_of(restarts.home / "simulated")
+    found = restarts.result()
+    assert all(found["memories"].values())
+    return found
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_server_that_starts_again_ends_with_the_same_bits(
+    point: str, straight: dict[str, Any], backbone_folder: Path, tmp_path: Path
+) -> None:
+    restarts = Restarts(tmp_path, backbone_folder)
+    with fatal(POINTS[point]), pytest.raises(Killed):
+        restarts.serve()
+    restarts.serve()
+    assert restarts.result() == straight
+
+
+def test_a_server_may_end_again_and_again(straight: dict[str, Any], backbone_folder: Path, tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, backbone_folder)
+    for point in ("in the middle of the probe", "after a round's replies", "after a round's replies"):
+        with fatal(POINTS[point]), pytest.raises(Killed):
+            restarts.serve()
+    restarts.serve()
+    assert restarts.result() == straight
+    before = restarts.result()
+    restarts.serve()  # a finished run asks nobody for anything and stays as it is
+    assert restarts.result() == before
