@@ -17,12 +17,13 @@ from typing import Any
 import psutil
 import yaml
 
-from fedloom.flower_cli import init_folder, make_keys
+from fedloom.flower_cli import init_folder, make_keys, node_command
 from small_world import client_rows
 
 #: Far more than a quiet machine needs.
 PATIENCE = 600.0
-SITES = ("ann", "bob", "cyd")
+#: Three that take part, one that is hostile, one whose key is not listed.
+SITES, HOSTILE, UNLISTED = ("ann", "bob", "cyd"), "dan", "eve"
 
 
 def free_port() -> int:
@@ -54,7 +55,7 @@ class Sites:
         init_folder(self.folder)
         connection = self.folder / "flwr" / "config.toml"
         connection.write_text(connection.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{self.port}"))
-        make_keys(self.folder, list(SITES), [])
+        make_keys(self.folder, [*SITES, HOSTILE, UNLISTED], [])
         self.environment = {
             **os.environ,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -109,20 +110,22 @@ class Sites:
         name: str,
         config: Path,
         *,
-        key: Path | None = None,
-        ca: Path | None = None,
-        insecure: bool = False,
-        environment: dict[str, str] | None = None,
+        program: Sequence[str] = ("-m", "fedloom.cli"),
     ) -> None:
         """Start ``fedloom flower node``."""
-        command = [sys.executable, "-m", "fedloom.cli", "flower", "node", str(config), "--port", str(free_port())]
+        command = [sys.executable, *program, "flower", "node", str(config), "--port", str(free_port())]
         command += ["--superlink", f"127.0.0.1:{self.port}"]
-        if insecure:
-            command.append("--insecure")
-        else:
-            command += ["--key", str(key or self.keys / name), "--ca", str(ca or self.keys / "ca.pem")]
+        command += ["--key", str(self.keys / name), "--ca", str(self.keys / "ca.pem")]
         shared = {k: v for k, v in self.environment.items() if k != "FEDLOOM_SERVER"}
-        self.start(name, command, shared | {"FLWR_HOME": str(config.parent / "flwr")} | (environment or {}))
+        self.start(name, command, shared | {"FLWR_HOME": str(config.parent / "flwr")})
+
+    def start_refused(
+        self, label: str, name: str, config: Path, *, ca: Path | None = None, insecure: bool = False
+    ) -> None:
+        """Start the node alone, without what it would need to work."""
+        keys = (None, None) if insecure else (self.keys / name, ca or self.keys / "ca.pem")
+        command, environment = node_command(config, f"127.0.0.1:{self.port}", *keys, insecure, free_port())
+        self.start(label, command, environment | {"FLWR_HOME": str(config.parent / "flwr"), "NO_COLOR": "1"})
 
     def register(self, *names: str) -> None:
         for name in names:
@@ -140,37 +143,30 @@ class Sites:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def submit(self) -> int:
-        """``flwr run``; return how many runs had ended before."""
-        before = self.ended()
+    def submit(self) -> str:
+        """``flwr run``; return the run's id."""
         self.flwr("run", "app", "sites")
-        return before
-
-    def run(self, out: Path) -> None:
-        """Run what is configured to its end; ``report.html`` is the last thing that a run writes."""
-        before = self.submit()
-        self.wait_for(lambda: self.ended() > before, "the end of the run")
-        assert (out / "report.html").is_file(), self.app_log()
-
-    def ended(self) -> int:
-        return self.log("superlink").count("Finished task")
-
-    def run_id(self) -> str:
         return re.findall(r"Created run (\d+)", self.log("superlink"))[-1]
 
-    def app_log(self) -> str:
-        """Return what the newest run's ServerApp said."""
-        return self.flwr("log", self.run_id(), "sites", "--show")
+    def run(self) -> str:
+        """Run what is configured to its end, well or ill; return what the ServerApp said."""
+        return self.finish(self.submit())
+
+    def finish(self, run: str) -> str:
+        """Wait for the end of a run; return what its ServerApp said."""
+        ended = re.compile(rf"Finished task \d+ of run {run}")
+        self.wait_for(lambda: ended.search(self.log("superlink")), "the end of the run")
+        return self.flwr("log", run, "sites", "--show")
 
     def log(self, name: str) -> str:
         path = self.home / f"{name}.log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
-    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
-        end = time.monotonic() + seconds
+    def wait_for(self, condition: Callable[[], Any], what: str, every: float = 0.2) -> None:
+        end = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < end, f"{what}: nothing after {seconds:g} s"
-            time.sleep(0.2)
+            assert time.monotonic() < end, f"{what}: nothing after {PATIENCE:g} s"
+            time.sleep(every)
 
     def kill(self, name: str) -> None:
         """End a process with SIGKILL, and all its children, which Flower starts in sessions of their own."""
@@ -184,7 +180,10 @@ class Sites:
 
     def working(self, name: str) -> list[psutil.Process]:
         """Return the processes that answer a message for a node now: the forks of its warm copy."""
-        return [fork for copy in psutil.Process(self.processes[name].pid).children() for fork in copy.children()]
+        try:
+            return [fork for copy in psutil.Process(self.processes[name].pid).children() for fork in copy.children()]
+        except psutil.NoSuchProcess:
+            return []
 
     def server_app(self) -> psutil.Process:
         """Return the running ServerApp."""

@@ -1,9 +1,13 @@
-"""Across real processes on loopback, over TLS with node keys: a SuperLink, three nodes, Flower's own command line."""
+"""Across real processes on loopback, over TLS with node keys: a SuperLink, nodes, Flower's own command line.
+
+One SuperLink and its nodes serve all tests of this file, in order, since every process takes seconds to start.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +15,17 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-from flower_processes import PATIENCE, SITES, Sites, write_node
+from flower_processes import HOSTILE, PATIENCE, SITES, UNLISTED, Sites, write_node
 
 from fedloom.config import parse_config
 from fedloom.experiment import run
-from small_world import save_backbone, tree, without_seconds
+from fedloom.methods import METHODS
+from fedloom.runtime.loop import Receipt
+from fedloom.types import Order
+from small_world import Wire, World, client_rows, save_backbone, tree, without_seconds
 
-pytestmark = pytest.mark.timeout(2 * PATIENCE)
+#: One worker has the processes of this file, however many there are.
+pytestmark = [pytest.mark.timeout(3 * PATIENCE), pytest.mark.xdist_group("flower processes")]
 
 SECTIONS: dict[str, Any] = {
     "seed": 42,
@@ -26,7 +34,12 @@ SECTIONS: dict[str, Any] = {
     "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005},
     "evaluation": {"generate": False},
 }
-WAITS = {"expected": 3, "wait": PATIENCE, "deadline": PATIENCE}
+#: Seconds of a deadline that a dead site costs; a living one answers within a tenth of it on a quiet machine.
+DEADLINE = 30.0
+
+
+def waits(expected: int, deadline: float = PATIENCE, wait: float = PATIENCE) -> dict[str, Any]:
+    return {"expected": expected, "wait": wait, "deadline": deadline}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +50,7 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory, backbones: dict[bool, Path]) -> Iterator[Sites]:
-    with Sites(tmp_path_factory.mktemp("sites")) as found:
+    with Sites(tmp_path_factory.mktemp("sites"), database=True) as found:
         found.start_superlink()
         found.register(*SITES)
         for name in SITES:
@@ -45,39 +58,168 @@ def sites(tmp_path_factory: pytest.TempPathFactory, backbones: dict[bool, Path])
         yield found
 
 
-def simulated(out: Path, sites: Sites, **sections: Any) -> Path:
-    data = {"clients": {name: str(sites.home / name / "rows.jsonl") for name in SITES}}
-    run(parse_config({**SECTIONS, **sections, "data": data}), out)
-    return out
-
-
 def result_of(out: Path) -> dict[str, Any]:
     """Return states, log and model; checkpoints also name the configuration, which differs in where rows are."""
-    log = [without_seconds(json.loads(line)) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    states = {name: data for name, data in tree(out / "checkpoints").items() if name.endswith("state.safetensors")}
-    return {"log": log, "states": states, "model": tree(out / "model")}
+    return {"log": log_of(out), "states": states_of(out), "model": tree(out / "model")}
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "fedit": {},
-    "fedweave": {"warmup_steps": 2},
-    "fcmoe": {},
+def log_of(out: Path) -> list[dict[str, Any]]:
+    path = out / "rounds.jsonl"
+    return [without_seconds(json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def states_of(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(out / "checkpoints").items() if name.endswith("state.safetensors")}
+
+
+def simulated_without(
+    out: Path, method: dict[str, Any], missing: dict[int, str], names: Sequence[str], rounds: int
+) -> dict[str, bytes]:
+    """Return the last states of a simulation in which a client's reply is lost in some rounds."""
+
+    def lose(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        return [receipt for receipt in receipts if receipt.client != missing.get(orders[0].round)]
+
+    options = {key: value for key, value in method.items() if key != "name"}
+    built = METHODS[method["name"]](METHODS[method["name"]].Options(**options))
+    world = World(out, clients={name: client_rows()[name] for name in names})
+    world.run(built, rounds=rounds, transport=Wire(world.simulator, lose))
+    return states_of(out)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fedit": {"name": "fedit"},
+    "fedweave": {"name": "fedweave", "warmup_steps": 2},
+    "fcmoe": {"name": "fcmoe"},
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", RUNS)
 def test_processes_give_bitwise_the_simulators_model(
     name: str, sites: Sites, backbones: dict[bool, Path], tmp_path: Path
 ) -> None:
-    native = name == "fcmoe"
-    sections: dict[str, Any] = {
-        "method": {"name": name, **METHODS[name]},
-        "backbone": {"name": str(backbones[native]), "threads": 1},
-    }
+    native = METHODS[name].native
+    sections = {**SECTIONS, "method": RUNS[name], "backbone": {"name": str(backbones[native]), "threads": 1}}
     if native:
         sections["adapter"] = {"native": "full"}
     for site in SITES:
         write_node(sites.home / site, site, backbones[native])
-    there = sites.configure(f"run-{name}", **{**SECTIONS, "sites": WAITS, **sections})
-    sites.run(there)
-    assert result_of(there) == result_of(simulated(tmp_path / "simulated", sites, **sections))
+    there = sites.configure(f"run-{name}", **sections, sites=waits(3))
+    said = sites.run()
+    assert (there / "report.html").is_file(), said  # the last thing that a run writes
+    rows = {site: str(sites.home / site / "rows.jsonl") for site in SITES}
+    run(parse_config({**sections, "data": {"clients": rows}}), tmp_path / "here")
+    assert result_of(there) == result_of(tmp_path / "here")
+
+
+def test_processes_A8_too_few_sites_end_the_run_with_both_numbers(sites: Sites, backbones: dict[bool, Path]) -> None:
+    for site in SITES:
+        write_node(sites.home / site, site, backbones[False])
+    federation = {"rounds": 2, "min_replies": 4}
+    backbone = {"name": str(backbones[False])}
+    out = sites.configure(
+        "run-few", **{**SECTIONS, "federation": federation}, backbone=backbone, sites=waits(5, wait=20.0)
+    )
+    said = sites.run()
+    assert "3 sites are there after 20 s (ann, bob, cyd); at least 4 are needed" in said
+    assert not out.joinpath("rounds.jsonl").exists()
+
+
+def test_only_a_listed_key_over_tls_gets_in(sites: Sites, tmp_path: Path) -> None:
+    """Refused, and the log says so: a key that is not listed, a CA that did not sign the server, plain text."""
+    other = tmp_path / "other"
+    with Sites(other) as elsewhere:
+        ca = elsewhere.keys / "ca.pem"
+    attempts: dict[str, dict[str, Any]] = {UNLISTED: {}, "ann": {"ca": ca}, "bob": {"insecure": True}}
+    activated = sites.log("superlink").count("Activated node_id")
+    for name, how in attempts.items():
+        label = f"refused-{name}"
+        sites.start_refused(label, name, write_node(tmp_path / name, name, tmp_path), **how)
+    for name in attempts:
+        label = f"refused-{name}"
+        sites.wait_for(lambda label=label: REFUSED[label] in sites.log(label), f"why {label}")
+        assert "SuperNode ID" not in sites.log(label)
+        sites.kill(label)
+    assert sites.log("superlink").count("Activated node_id") == activated
+
+
+#: What the log of a refused node says.
+REFUSED = {"refused-eve": "401", "refused-ann": "CERTIFICATE_VERIFY_FAILED", "refused-bob": "400"}
+
+
+def test_processes_A4_a_hostile_site_changes_nothing_for_the_others(
+    sites: Sites, backbones: dict[bool, Path], tmp_path: Path
+) -> None:
+    """Its node has a listed key; it sends NaN in round 1 and a pickle in round 2."""
+    program = [str(Path(__file__).parent / "hostile_node.py")]
+    sites.register(HOSTILE)
+    sites.start_node(HOSTILE, write_node(sites.home / HOSTILE, HOSTILE, backbones[False]), program=program)
+    out = sites.configure(
+        "run-hostile", **SECTIONS, method=RUNS["fedweave"], backbone={"name": str(backbones[False])}, sites=waits(4)
+    )
+    said = sites.run()
+    sites.kill(HOSTILE)
+    assert (out / "report.html").is_file(), said
+    quarantined = [record.get("quarantined", {}) for record in log_of(out)]
+    assert [list(found) for found in quarantined] == [[], [HOSTILE], [HOSTILE]]
+    assert "holds NaN or infinity" in quarantined[1][HOSTILE]
+    assert "truncated or not in safetensors format" in quarantined[2][HOSTILE]
+    assert "the reply of dan is quarantined: " in said
+    missing = {1: HOSTILE, 2: HOSTILE}
+    assert states_of(out) == simulated_without(tmp_path, RUNS["fedweave"], missing, [*SITES, HOSTILE], 2)
+
+
+def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
+    sites: Sites, backbones: dict[bool, Path], tmp_path: Path
+) -> None:
+    """bob dies in round 1 and in round 4, the ServerApp after round 2, the SuperLink after round 3. (kill −9)"""
+    sections = {**SECTIONS, "federation": {"rounds": 4, "min_replies": 2}}
+    out = sites.configure(
+        "run-killed",
+        **sections,
+        method=RUNS["fedweave"],
+        backbone={"name": str(backbones[False])},
+        sites=waits(3, DEADLINE),
+    )
+
+    def after(round: int) -> None:
+        checkpoint = out / "checkpoints" / f"round-{round:06d}"
+        sites.wait_for(checkpoint.is_dir, f"round {round}")
+
+    def kill_bob_at_work() -> None:
+        sites.wait_for(lambda: sites.working("bob"), "bob at work", every=0.02)
+        sites.kill("bob")
+        died.append(time.monotonic())
+
+    died: list[float] = []
+    sites.submit()
+    after(0)
+    kill_bob_at_work()
+    after(2)
+    sites.server_app().kill()
+
+    def bob_is_back() -> bool:
+        """Flower takes a node for alive for a minute after its last sign of life, and refuses another with its key."""
+        if "bob" not in sites.processes or sites.processes["bob"].poll() is not None:
+            sites.processes.pop("bob", None)
+            sites.start_node("bob", sites.home / "bob" / "node.yaml")
+        return sites.log("superlink").count("Activated node_id") > activated
+
+    activated = sites.log("superlink").count("Activated node_id")
+    sites.wait_for(bob_is_back, "bob", every=1.0)
+    sites.submit()
+    after(3)
+    sites.kill("superlink")
+    sites.start_superlink()
+    last = sites.submit()
+    sites.wait_for(lambda: "train.order" in sites.log("bob").rpartition(last)[2], "bob's last order", every=0.02)
+    kill_bob_at_work()
+    said = sites.finish(last)
+    assert (out / "report.html").is_file(), said
+    records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [record["absent"] for record in records] == [[], ["bob"], ["bob"], [], ["bob"]]
+    assert DEADLINE <= records[1]["seconds"] < DEADLINE + 10
+    assert records[2]["seconds"] < DEADLINE  # A7: nobody waits for the dead
+    assert DEADLINE <= records[4]["seconds"] < DEADLINE + 10
+    missing = {1: "bob", 2: "bob", 4: "bob"}
+    assert states_of(out) == simulated_without(tmp_path, RUNS["fedweave"], missing, SITES, 4)

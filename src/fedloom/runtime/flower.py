@@ -176,7 +176,8 @@ class Card:
 class FlowerTransport:
     """A ``Transport`` over Flower's ``Grid``.
 
-    A site that missed a deadline is asked again but not waited for, until it answers: it costs its deadline once.
+    A site that missed a deadline is asked again but not waited for, until it answers or its node comes anew: it costs
+    its deadline once.
 
     Args:
         grid: Flower's grid, of a running ServerApp.
@@ -331,6 +332,7 @@ class FlowerTransport:
         other = self.cards.get(name)
         if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
             raise UpdateRejected(f"another node that is online is {name!r} already")
+        self.silent.discard(name)  # whoever comes back is waited for again
         self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
         self.observer.say(f"{name} is there, with {hello['examples']} examples.")
 
