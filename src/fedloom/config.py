@@ -14,6 +14,7 @@ from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
+from fedloom.methods.sums import Privacy
 from fedloom.types import Training, Wire
 
 
@@ -142,6 +143,23 @@ class ServerConfig(Section):
         return ServerStep(**self.model_dump())
 
 
+class PrivacyConfig(Section):
+    """Client-level differential privacy; see ``methods.sums.Privacy`` and docs/privacy.md."""
+
+    clip: float = Field(gt=0, le=1e9)
+    noise: float = Field(ge=0, le=1e9)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    target: float | None = Field(None, gt=0)
+    accountant: Literal["rdp", "prv"] = "rdp"
+    probe_clip: float | None = Field(None, gt=0, le=1e9)
+    probe_noise: float | None = Field(None, ge=0, le=1e9)
+    warn: float = Field(1.0, gt=0)
+    reproducible: bool = False
+
+    def ordered(self) -> Privacy:
+        return Privacy(**self.model_dump())
+
+
 class EvaluationConfig(Section):
     """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
@@ -188,12 +206,16 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    privacy: PrivacyConfig | None = None
 
     def build_method(self) -> Method:
         """Return the method with its options."""
         kind = METHODS[self.method.name]
         method = kind(kind.Options(**(self.method.model_extra or {})))
-        self.server.ordered().check(method)
+        server = self.server.ordered()
+        server.check(method)
+        if self.privacy is not None:
+            self.privacy.ordered().check(method, server)
         return method
 
 

@@ -22,11 +22,12 @@ from fedloom.measure import audit, evaluate_final, evaluate_round, experts_of
 from fedloom.methods.base import Method
 from fedloom.provenance import identity, manifest
 from fedloom.report import write_report
+from fedloom.runtime.answers import federation_of
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.leaving import leaving_of
-from fedloom.runtime.loop import Federation, federate
+from fedloom.runtime.loop import federate
 from fedloom.runtime.memory import Memories, MemoryFolder
 from fedloom.runtime.simulate import Simulator
 from fedloom.types import AdapterSpec, Memory, Plain, Setup, State, View
@@ -94,7 +95,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
         simulator,
         setup,
         config.training.ordered(steps_factor=len(data.sizes) if method.pooled else 1),
-        Federation(**config.federation.model_dump(), server=config.server.ordered()),
+        federation_of(config),
         checkpoints,
         log,
         observer,

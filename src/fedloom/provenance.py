@@ -25,6 +25,8 @@ def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]
     sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing", "personalised")}
     if sections["federation"]["wire"] == "none":  # a checkpoint from before the key
         del sections["federation"]["wire"]
+    if sections["privacy"] is None:
+        del sections["privacy"]
     return sections | {
         "backbone_hash": backbone.hash,
         "tokenizer_hash": tokenizer_hash(backbone.tokenizer),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fedloom.errors import UpdateRejected
 from fedloom.methods import METHODS
 from fedloom.numerics.tree import norm, subtract, take
-from fedloom.runtime.compression import compress, expand, with_feedback
-from fedloom.runtime.leaving import Leaving
+from fedloom.runtime.compression import compress, expand
+from fedloom.runtime.leaving import Leaving, shaped
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.wire import decode_reply, encode_reply
 from fedloom.types import Order, Reply, Tensors
@@ -36,7 +36,7 @@ def test_after_T_rounds_the_sums_differ_by_the_last_residual(rounds: list[tuple[
     true, received, largest = torch.zeros(40, 13).double(), torch.zeros(40, 13).double(), 0.0
     for seed, scale in rounds:
         update = {"x": normal(seed, scale)}
-        packed, residual = with_feedback(update, residual, "int8")
+        packed, residual = shaped(update, residual, INT8)
         true += update["x"].double()
         received += expand(packed, "int8")["x"].double()
         largest = max(largest, float(update["x"].abs().max()))
@@ -51,7 +51,7 @@ def test_without_feedback_errors_add_up() -> None:
     plain = fed = 0.0
     for _ in range(50):
         plain += float(expand(compress(update, "int8"), "int8")["x"][1])
-        packed, residual = with_feedback(update, residual, "int8")
+        packed, residual = shaped(update, residual, INT8)
         fed += float(expand(packed, "int8")["x"][1])
     assert plain == 0.0
     assert abs(fed - 50) <= 1000 / 127
@@ -66,7 +66,7 @@ def test_bf16_loses_nothing_of_bf16_values() -> None:
 
 
 def test_a_residual_of_diverged_training_is_forgotten() -> None:
-    _, residual = with_feedback({"x": torch.tensor([float("nan"), 1.0])}, {}, "int8")
+    _, residual = shaped({"x": torch.tensor([float("nan"), 1.0])}, {}, INT8)
     assert torch.isfinite(residual["x"]).all()
 
 

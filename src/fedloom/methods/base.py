@@ -155,13 +155,25 @@ class Method:
         """Return whether optimiser steps bound the norm of tensor ``name`` of a reply (not: control variates)."""
         return True
 
+    def asked(self, order: Order) -> Schema:
+        """Return what a reply to a round's order is to hold, as far as the server can know."""
+        return {name: tuple(t.shape) for name, t in order.tensors.items() if self.sends(name, order)}
+
+    def countless(self, reply: Reply) -> Reply:
+        """Return the reply without what tells of a client's number of examples, for differential privacy."""
+        return replace(reply, counts={unit: min(n, 1) for unit, n in reply.counts.items()}, metrics={}, values={})
+
+    def tells(self) -> str | None:
+        """Return what tells of a client's rows though ``countless`` and noise are applied, if anything does."""
+        return None
+
     def expected(self, order: Order, reply: Reply) -> Schema:
         """Return the tensor names and shapes that ``reply`` must hold, given what it says of itself.
 
         Raises:
             UpdateRejected: what it says of itself is impossible.
         """
-        offered = {name: tuple(t.shape) for name, t in order.tensors.items() if self.sends(name, order)}
+        offered = Method.asked(self, order)
         units = {component(name) for name in offered}
         counts = {unit: count for unit, count in reply.counts.items() if unit != "examples"}
         if unknown := sorted(counts.keys() - units):

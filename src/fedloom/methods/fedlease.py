@@ -44,6 +44,7 @@ class FedLEASE(Method):
     paper = "arXiv 2509.15087"
     aggregated = "expert and router of a cluster over its clients, all alike"
     exact = "no: factors are averaged per expert"
+    singles = "experts are single clients' updates, grouped by their likeness"
     default_rank = 8
     weights = "uniform"
     averages_factors = True

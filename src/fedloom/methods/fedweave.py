@@ -24,6 +24,7 @@ from fedloom.methods.prototypes import (
     find_buckets,
     members_of,
     start_of,
+    unsized,
     warm_up,
     warmed_up,
 )
@@ -100,7 +101,7 @@ class FedWeave(Method):
         sizes = [len(pool) for pool in members]
         client.load(order.tensors, order.spec)
         end, metrics = self.take_steps(client, order, members, schedule(sizes, client.steps(order.training)))  # line 10
-        counts = weights(assignment, sizes)
+        counts = weights(assignment, order.values["sizes"])
         update = subtract(end, order.tensors)
         send = {name: delta for name, delta in update.items() if counts.get(component(name), 0) > 0}  # line 12
         return Reply(client.name, send, counts, metrics)
@@ -123,6 +124,17 @@ class FedWeave(Method):
         schema = super().expected(order, reply)
         check_counts(reply, weights(order.values["assignment"], order.values["sizes"]))
         return schema
+
+    def asked(self, order: Order) -> Schema:
+        units = weights(order.values["assignment"], order.values["sizes"])
+        return {name: shape for name, shape in super().asked(order).items() if component(name) in units}
+
+    def countless(self, reply: Reply) -> Reply:
+        return replace(unsized(reply) if "sizes" in reply.values else reply, metrics={})
+
+    def tells(self) -> str | None:
+        varies = getattr(self.options, "buckets", "max") != "max"
+        return "how many buckets a client has tells of its rows; set method.buckets to 'max'" if varies else None
 
     def local_steps(self, order: Order) -> int:
         return self.options.warmup_steps if order.kind == "probe" else order.training.steps

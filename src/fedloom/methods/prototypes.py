@@ -149,6 +149,12 @@ def warmed_up(order: Order, reply: Reply, most: int) -> Schema:
     return {f"buckets/{c}/{name}": tuple(t.shape) for c in range(len(sizes)) for name, t in order.tensors.items()}
 
 
+def unsized(reply: Reply) -> Reply:
+    """Return the reply of ``warm_up`` as if every bucket held one example."""
+    sizes = [1] * len(reply.values["sizes"])
+    return replace(reply, counts={"examples": len(sizes)}, values={"sizes": sizes})
+
+
 def start_of(order: Order, name: str) -> torch.Tensor:
     """Return what tensor ``name`` of the reply of ``warm_up`` started from."""
     return order.tensors[name.split("/", 2)[2]]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from fedloom.config import Config
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
+from fedloom.methods.sums import Privacy
 from fedloom.numerics.tree import norm
 from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply, printable, reach
 from fedloom.runtime.wire import decode_reply
@@ -57,6 +60,7 @@ class Federation:
         max_reply_bytes: a longer reply is quarantined unread, so that no site can fill the server's memory.
         server: weights, aggregation and optimiser around the method's own merge.
         wire: how replies are compressed.
+        privacy: how clients are kept from being known by the model.
     """
 
     rounds: int = 20
@@ -67,6 +71,18 @@ class Federation:
     max_reply_bytes: int = 2 << 30
     server: ServerStep = field(default_factory=ServerStep)
     wire: Wire = "none"
+    privacy: Privacy | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Return whether replies hold changes throughout, also of tensors that a method sends whole."""
+        return self.wire != "none" or self.privacy is not None
+
+
+def federation_of(config: Config) -> Federation:
+    """Return how a configuration has rounds run."""
+    privacy = None if config.privacy is None else config.privacy.ordered()
+    return Federation(**config.federation.model_dump(), server=config.server.ordered(), privacy=privacy)
 
 
 @dataclass(frozen=True)
@@ -93,15 +109,16 @@ class Usable:
 class Accepted:
     """The accepted replies, read from disk one at a time, in client order, as often as asked (``types.Replies``)."""
 
-    def __init__(self, method: Method, found: Sequence[Usable], wire: Wire = "none") -> None:
+    def __init__(self, method: Method, found: Sequence[Usable], federation: Federation) -> None:
         self.method = method
         self.found = found
-        self.wire = wire
+        self.federation = federation
 
     def __iter__(self) -> Iterator[Reply]:
         for usable in self.found:
-            reply = decode_reply(usable.receipt.path, usable.receipt.client, usable.order.round, self.wire)
-            yield restored(self.method, usable.order, reply, self.wire)
+            receipt, order = usable.receipt, usable.order
+            reply = decode_reply(receipt.path, receipt.client, order.round, self.federation.wire)
+            yield restored(self.method, order, reply, self.federation)
 
     def __len__(self) -> int:
         return len(self.found)
@@ -149,9 +166,9 @@ class Answers:
         }
 
 
-def restored(method: Method, order: Order, reply: Reply, wire: Wire) -> Reply:
-    """Return a reply as the method made it: what was compressed is the change of a tensor that is sent whole."""
-    if wire == "none":
+def restored(method: Method, order: Order, reply: Reply, federation: Federation) -> Reply:
+    """Return a reply as the method made it: what was clipped or compressed is the change of a tensor sent whole."""
+    if not federation.changes:
         return reply
     return replace(reply, send={name: plus(method.origin(order, name), t) for name, t in reply.send.items()})
 
@@ -186,14 +203,33 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     if examples > federation.max_examples:
         raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
     check_reply(reply, method.expected(order, reply))
-    change = change_of(method, order, restored(method, order, reply, federation.wire))
-    limit = federation.norm_factor * reach(
-        order.training, method.local_steps(order), sum(t.numel() for t in change.values())
-    )
-    if (size := norm(change)) > limit:
-        raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
+    change = change_of(method, order, restored(method, order, reply, federation))
+    if federation.privacy is not None:
+        size = within_privacy(order, reply, federation.privacy)
+    else:
+        size = within_reach(method, order, change, federation)
     free = norm({name: tensor for name, tensor in reply.send.items() if not method.stepped(name)})
     return Usable(receipt, order, reply.counts, reply.metrics, size, free)
+
+
+def within_reach(method: Method, order: Order, change: Tensors, federation: Federation) -> float:
+    """Return the norm of a change, which its optimiser steps must be able to reach."""
+    values = sum(t.numel() for t in change.values())
+    limit = federation.norm_factor * reach(order.training, method.local_steps(order), values)
+    if (size := norm(change)) > limit:
+        raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
+    return size
+
+
+def within_privacy(order: Order, reply: Reply, privacy: Privacy) -> float:
+    """Return the norm of what was received, which must be clipped; a probe's has noise of known size on it."""
+    size, limit = norm(reply.send), privacy.clip
+    if order.kind == "probe":
+        values = sum(t.numel() for t in reply.send.values())
+        limit = (privacy.probe_clip or 0.0) * (1 + 2 * (privacy.probe_noise or 0.0) * math.sqrt(values)) * 1.01
+    if size > limit:
+        raise UpdateRejected(f"its norm {size:.6g} exceeds {limit:.6g}, to which it was to be clipped")
+    return size
 
 
 def judge(
@@ -216,17 +252,18 @@ def judge(
             accepted.append(examine(method, asked[receipt.client], receipt, federation))
         except UpdateRejected as reason:
             quarantined[receipt.client] = printable(str(reason), MAX_REASON)
-    for what in ("size", "free"):
+    for what in () if federation.privacy is not None else ("size", "free"):  # one client must not decide on another
         norms = [getattr(usable, what) for usable in accepted]
         for index in reversed(absurd_norms(norms, federation.norm_factor)):
             quarantined[accepted.pop(index).receipt.client] = (
                 f"its norm {norms[index]:.3g} exceeds {federation.norm_factor:g} times the lower median of the round"
             )
     absent = sorted(asked.keys() - {r.client for r in receipts})
-    if len(accepted) < federation.min_replies:
+    least = federation.min_replies if federation.privacy is None else min(federation.min_replies, len(orders))
+    if len(accepted) < least:
         raise RoundError(
             f"round {orders[0].round if orders else '?'} got {len(accepted)} usable replies of {len(orders)} asked; at "
             f"least {federation.min_replies} are needed. Quarantined: {quarantined or 'none'}. Silent: "
             f"{absent or 'none'}. The model is as it was before the round."
         )
-    return Answers(Accepted(method, accepted, federation.wire), receipts, quarantined, absent, seconds)
+    return Answers(Accepted(method, accepted, federation), receipts, quarantined, absent, seconds)

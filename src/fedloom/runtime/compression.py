@@ -59,19 +59,10 @@ def expand(packed: Tensors, wire: Wire) -> Tensors:
     return tensors
 
 
-def with_feedback(update: Tensors, residual: Tensors, wire: Wire) -> tuple[Tensors, Tensors]:
-    """Compress an update and what earlier rounds left over; return the packed form and what is left over now.
+def saved_up(wanted: Tensors, received: Tensors) -> Tensors:
+    """Return what compression left over: the next update is compressed together with it.
 
-    After T rounds the sum of what was received differs from the sum of the updates by the last residual only.
-
-    Args:
-        update: float32 tensors.
-        residual: what is left over from the last time that a tensor was sent, by name; absent is zero.
-        wire: see ``compress``.
+    After T rounds the sum of what was received differs from the sum of the updates by the last rest only. Training that
+    diverged is quarantined; its NaN must not come again with every later round.
     """
-    wanted = {name: t + residual[name] if name in residual else t for name, t in update.items()}
-    packed = compress(wanted, wire)
-    received = expand(packed, wire)
-    # Training that diverged is quarantined; its NaN must not come again with every later round.
-    left = {name: torch.nan_to_num(t - received[name], 0.0, 0.0, 0.0) for name, t in wanted.items()}
-    return packed, left
+    return {name: torch.nan_to_num(t - received[name], 0.0, 0.0, 0.0) for name, t in wanted.items()}

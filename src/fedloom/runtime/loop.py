@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from fedloom.methods.base import Method
-from fedloom.methods.server import server_step
+from fedloom.methods.server import Uniform, server_step
+from fedloom.methods.sums import totals_of
 from fedloom.numerics.seeding import numpy_generator
 from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, judge
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
 from fedloom.runtime.events import Observer, RoundLog
-from fedloom.types import Order, Plain, Setup, State, Training
+from fedloom.runtime.private import check_target, epsilon, poisson_cohort, privatised, source_of, spending
+from fedloom.types import Order, Plain, Replies, Setup, State, Training
 
 __all__ = ["MAX_REASON", "Answers", "Federation", "Receipt", "Transport", "federate", "judge"]
 
@@ -58,12 +63,29 @@ def federate(
     def exchange(kind: str, state: State, cohort: Sequence[str], memories: dict[str, str]) -> Answers:
         orders = make_orders(method, kind, state, cohort, training)
         start = time.perf_counter()
-        receipts = transport.exchange(method, orders, memories, observer)
+        receipts = transport.exchange(method, orders, memories, observer) if orders else []
         answers = judge(method, orders, receipts, federation, time.perf_counter() - start)
         memories.update({r.client: r.memory for r in receipts if r.memory is not None})
         for client, why in sorted(answers.quarantined.items()):
             observer.say(f"Round {state.round}: the reply of {client} is quarantined: {why}.")
         return answers
+
+    def protect(state: State, admitted: Sequence[str], answers: Answers, record: dict[str, Plain]) -> Replies:
+        """Return what the server's rule gets to see, and say in the record what that has cost."""
+        if privacy is None:
+            return answers.replies
+        orders = make_orders(method, "fit", state, admitted, training)
+        source = torch.Generator().manual_seed(source_of(privacy, setup.seed, "noise", state.round))
+        totals = totals_of(Uniform(answers.replies))
+        reply, factor = privatised(method, orders, totals, privacy, federation.participation, source)
+        record["privacy"] = spent(state.round) | {"noise_to_signal": factor if math.isfinite(factor) else None}
+        if factor > privacy.warn:
+            observer.say(f"Round {state.round}: the noise is {factor:.3g} times as long as the clients' mean update.")
+        return [reply]
+
+    def spent(rounds: int) -> dict[str, Plain]:
+        assert privacy is not None
+        return spending(privacy, federation.participation, rounds, method.has_probe)
 
     def commit(state: State, memories: dict[str, str], record: dict[str, Plain]) -> None:
         """Log first, then checkpoint: a kill in between leaves a line that ``cut_after`` removes, never a gap."""
@@ -77,6 +99,9 @@ def federate(
         transport.committed(checkpoints.memory_versions())
         observer.round(record)
 
+    privacy = federation.privacy
+    if privacy is not None:
+        check_target(privacy, federation.participation, method.has_probe)
     done = checkpoints.rounds()
     if done:
         checkpoint = checkpoints.load(done[-1])
@@ -91,20 +116,36 @@ def federate(
             observer.phase("probe", len(setup.clients))
             answers = exchange("probe", state, setup.clients, memories)
             state = method.discover(state, answers.replies)
-            record |= answers.record()
+            record |= answers.record() | ({"privacy": spent(0)} if privacy is not None else {})
         commit(state, memories, record)
 
     observer.phase("rounds", federation.rounds)
     observer.advance(state.round)
     while state.round < federation.rounds:
+        if privacy is not None and privacy.target is not None:
+            cost = epsilon(privacy, federation.participation, state.round + 1, method.has_probe)
+            if cost > privacy.target:
+                observer.say(
+                    f"The run ends after round {state.round}: another would cost ε = {cost:.3g} in all, beyond the "
+                    f"target {privacy.target:g} at δ = {privacy.delta:g}."
+                )
+                break
         state = replace(state, round=state.round + 1)
         admitted = [client for client in setup.clients if method.admits(state, client)]
-        cohort = sample_cohort(admitted, federation.participation, setup.seed, state.round)
+        cohort = draw(admitted, federation, setup.seed, state.round)
         answers = exchange("fit", state, cohort, memories)
-        state = server_step(method, state, answers.replies, federation.server)
-        commit(state, memories, {"round": state.round, "cohort": cohort} | answers.record())
+        record = {"round": state.round, "cohort": cohort} | answers.record()
+        state = server_step(method, state, protect(state, admitted, answers, record), federation.server)
+        commit(state, memories, record)
         observer.advance()
     return state
+
+
+def draw(clients: Sequence[str], federation: Federation, seed: int, round: int) -> list[str]:
+    """Draw a round's clients, in name order."""
+    if federation.privacy is not None:
+        return poisson_cohort(clients, federation.participation, federation.privacy, seed, round)
+    return sample_cohort(clients, federation.participation, seed, round)
 
 
 def sample_cohort(clients: Sequence[str], participation: float, seed: int, round: int) -> list[str]:

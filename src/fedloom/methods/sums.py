@@ -1,0 +1,120 @@
+"""What can be done with the sum of a round's replies alone: differential privacy and secure aggregation build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fedloom.errors import ConfigError
+from fedloom.methods.base import Method
+from fedloom.methods.server import ServerStep
+from fedloom.types import Replies, Reply, Tensors, component
+
+#: Stands where a client's name would.
+ALL = "all clients"
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Client-level differential privacy of what the server makes of a round.
+
+    Attributes:
+        clip: ℓ2 bound of a client's whole update.
+        noise: standard deviation of the noise on the sum of updates, in units of ``clip``.
+        delta: δ at which ε is stated.
+        target: ε before which the run stops; None does not stop it.
+        accountant: ``rdp`` (Mironov, arXiv 1702.07476) or ``prv`` (Gopi et al., arXiv 2106.02848), both of Opacus.
+        probe_clip: ℓ2 bound of what a client sends before round 1, for methods that ask.
+        probe_noise: standard deviation of each client's own noise on that, in units of ``probe_clip``.
+        warn: noise beyond this many times the signal is worth a warning.
+        reproducible: all noise and the choice of clients come from the run's seed, which protects nobody.
+    """
+
+    clip: float
+    noise: float
+    delta: float = 1e-5
+    target: float | None = None
+    accountant: str = "rdp"
+    probe_clip: float | None = None
+    probe_noise: float | None = None
+    warn: float = 1.0
+    reproducible: bool = False
+
+    def check(self, method: Method, server: ServerStep) -> None:
+        """Refuse what could not be protected.
+
+        Raises:
+            ConfigError: naming the method or option, and the reason.
+        """
+        check_summed("privacy", method, server)
+        weights = method.weights if server.weights == "method" else server.weights
+        if weights != "uniform":
+            raise ConfigError(
+                "privacy: weights by examples tell how many a client has, and let one client move the model further "
+                "than the noise allows for. Set server.weights to 'uniform'."
+            )
+        if method.has_probe and (self.probe_clip is None or self.probe_noise is None):
+            raise ConfigError(
+                f"privacy: {method.title} asks every client for signatures before round 1, which must be clipped and "
+                "noised too: give privacy.probe_clip and privacy.probe_noise."
+            )
+        if (reason := method.tells()) is not None:
+            raise ConfigError(f"privacy: {method.title} cannot be protected so: {reason}.")
+
+
+def check_summed(section: str, method: Method, server: ServerStep) -> None:
+    """Refuse a server rule that needs more than sums.
+
+    Raises:
+        ConfigError: naming the method or option, and the reason.
+    """
+    if not method.summed:
+        raise ConfigError(f"{section}: {method.title} cannot be run so: {method.singles}.")
+    for option, value, plain in (
+        ("aggregation", server.aggregation, "factors"),
+        ("conflict", server.conflict, "none"),
+        ("importance", server.importance, "samples"),
+    ):
+        if value != plain:
+            raise ConfigError(f"{section}: server.{option} '{value}' works on single updates. Leave it at '{plain}'.")
+
+
+@dataclass
+class Totals:
+    """What the server may know of a round's replies.
+
+    Attributes:
+        sums: name → Σ weight · update, float64.
+        weights: component → Σ weight.
+        contributors: component → how many clients sent it.
+    """
+
+    sums: Tensors = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    contributors: dict[str, int] = field(default_factory=dict)
+
+    def take_in(self, reply: Reply) -> None:
+        """Add one reply."""
+        for unit in {component(name) for name in reply.send}:
+            self.weights[unit] = self.weights.get(unit, 0.0) + reply.counts[unit]
+            self.contributors[unit] = self.contributors.get(unit, 0) + 1
+        for name, tensor in reply.send.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(tensor, dtype=torch.float64)
+            self.sums[name].add_(tensor.double(), alpha=reply.counts[component(name)])
+
+
+def totals_of(replies: Replies) -> Totals:
+    """Return the totals, reading the replies one at a time in the order given."""
+    totals = Totals()
+    for reply in replies:
+        totals.take_in(reply)
+    return totals
+
+
+def mean_reply(sums: Tensors, divisors: Mapping[str, float]) -> Reply:
+    """Return the one reply whose merge is what merging all would be: Σ / divisor of each component, weight 1."""
+    send = {name: (total / divisors[component(name)]).float() for name, total in sums.items()}
+    return Reply(ALL, send, {"examples": 1} | {component(name): 1 for name in send})
