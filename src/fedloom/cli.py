@@ -297,6 +297,39 @@ def budget(
 
 @app.command()
 @spoken
+def status(
+    out: Annotated[Path, typer.Argument(help="Folder of a run, going on or finished.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Say where a run stands: rounds, sites, experts and who trains them."""
+    from fedloom.report.status import read_status
+
+    found = read_status(out)
+    if as_json:
+        _print_json(found.to_plain())
+        return
+    done = "no round is finished" if found.round is None else f"round {found.round} of {found.rounds_wanted}"
+    state = "finished" if found.finished else f"last written {found.updated or 'never'}"
+    console.print(harmless(f"{found.method} · {done} · {state}"))
+    if found.waiting_for:
+        console.print(harmless(f"waiting for {', '.join(found.waiting_for)}"))
+    headings = ("site", "last seen", "round", "examples", "used", "absent", "up", "down", "quarantined")
+    table = Table(*headings)
+    for name, site in found.sites.items():
+        why = "; ".join(f"round {number}: {reason}" for number, reason in site.quarantined.items())
+        numbers = (site.last_round, site.examples, site.rounds, len(site.absent), site.bytes_up, site.bytes_down)
+        shown = ["–" if number is None else f"{number:,}" for number in numbers]
+        table.add_row(harmless(name), site.last_seen or "–", *shown, harmless(why))
+    console.print(table)
+    for node, why in found.refused.items():
+        console.print(harmless(f"node {node} is refused: {why}"))
+    for expert, clients in found.experts.items():
+        who = ", ".join(f"{client} ({examples})" for client, examples in clients.items())
+        console.print(harmless(f"{expert}: {who or 'nobody'}"))
+
+
+@app.command()
+@spoken
 def check(
     files: Annotated[list[Path], typer.Argument(help="Files of rows.", show_default=False)],
     backbone: Annotated[str | None, typer.Option(help="Count tokens with this backbone's tokenizer.")] = None,

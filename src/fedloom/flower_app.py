@@ -27,6 +27,7 @@ from fedloom.config import (
     FederationConfig,
     MethodConfig,
     PrivacyConfig,
+    SecaggConfig,
     Section,
     ServerConfig,
     TrainingConfig,
@@ -36,13 +37,14 @@ from fedloom.config import (
 )
 from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode, tokenizer_hash
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError
 from fedloom.experiment import adapter_spec, write_models
 from fedloom.files import write_atomic, write_json
 from fedloom.measure import evaluate_final, evaluate_round
 from fedloom.methods.base import Method
 from fedloom.provenance import identity, manifest
 from fedloom.report import write_report
+from fedloom.report.prometheus import write_metrics
 from fedloom.runtime.answers import federation_of
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Rows, Workbench
@@ -82,6 +84,7 @@ class SiteRunConfig(Section):
     training: TrainingConfig = TrainingConfig()
     server: ServerConfig = ServerConfig()
     privacy: PrivacyConfig | None = None
+    secagg: SecaggConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     test: dict[str, str] = Field(default_factory=dict)
     max_length: int = Field(512, ge=8, le=1_000_000)
@@ -183,6 +186,8 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         out / "checkpoints" / "spool",
         site_config.federation.max_reply_bytes,
         observer,
+        presence=out / "presence.json",
+        on_commit=lambda: show(out, observer),
     )
     recorded = known.get("clients")
     clients = recorded if isinstance(recorded, list) else transport.gather()
@@ -234,8 +239,18 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     write_models(out, config, method, bench, state, {})
     write_json(out / "metrics.json", metrics)
     write_report(out)
+    write_metrics(out)
     observer.say(f"Done: {out / 'report.html'}.")
     return metrics
+
+
+def show(out: Path, observer: Observer) -> None:
+    """Write what people and machines look at while a run goes on: ``report.html`` and ``metrics.prom``."""
+    try:
+        write_report(out, unfinished=True)
+        write_metrics(out)
+    except (DataError, OSError) as error:
+        observer.say(f"The report is not up to date: {error}")
 
 
 def row_counts(hello: dict[str, Plain]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import os
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -26,8 +27,8 @@ def template(name: str) -> str:
     return (files("fedloom") / "assets" / "flower" / name).read_text(encoding="utf-8")
 
 
-def init_folder(folder: Path, sites: int = 3) -> None:
-    """Write a ready Flower app folder.
+def init_folder(folder: Path, sites: int = 3, port: int = 8000) -> None:
+    """Write a ready Flower app folder; the server listens at ``port``.
 
     Only ``app/`` travels to the sites: names of two functions of fedloom, no secrets, no paths.
 
@@ -43,7 +44,7 @@ def init_folder(folder: Path, sites: int = 3) -> None:
         text = f"from {module} import {side}_app\n\napp = {side}_app()\n"
         write_atomic(folder / "app" / "fedloom_sites" / f"{side}.py", text.encode())
     write_atomic(folder / "app" / "fedloom_sites" / "__init__.py", b"")
-    connection = 'address = "127.0.0.1:8000"\n'
+    connection = f'address = "127.0.0.1:{port}"\n'
     write_atomic(
         folder / "flwr" / "config.toml",
         f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\n{connection}'
@@ -184,6 +185,47 @@ def node_command(
     return command, {**os.environ, "PATH": path, "FLWR_TELEMETRY_ENABLED": "0"}
 
 
+def server_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of the SuperLink and of Flower's command line, for an app folder."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    own = {"FLWR_HOME": str(folder.resolve() / "flwr"), "FEDLOOM_SERVER": str(folder.resolve() / "server.yaml")}
+    return {**os.environ, **own, "FLWR_TELEMETRY_ENABLED": "0", "PATH": programs}
+
+
+def server_command(folder: Path, insecure: bool) -> list[str]:
+    """Return the command of the SuperLink; its port is that of ``flwr/config.toml``.
+
+    Raises:
+        ConfigError: a file of the folder is missing or wrong, or Flower is.
+    """
+    from fedloom.flower_app import load_server
+    from fedloom.runtime.flower import require_flower
+
+    require_flower()
+    load_server(folder / "server.yaml")
+    file, keys = folder / "flwr" / "config.toml", folder.resolve() / "keys"
+    try:
+        port = tomllib.loads(file.read_text(encoding="utf-8"))["superlink"]["sites"]["address"].rpartition(":")[2]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} does not say where the server listens. fedloom flower init writes one.") from error
+    command = ["flower-superlink", "--port", port, "--disable-runtime-dependency-installation"]
+    if insecure:
+        return [*command, "--host", "127.0.0.1", "--insecure"]
+    if not (keys / "server.key").is_file():
+        raise ConfigError(f"{keys} holds no server.key: make keys with fedloom flower keys, or give --insecure.")
+    # The list of keys is kept in the database, so that it outlives the process.
+    command += ["--host", "0.0.0.0", "--database", str(folder.resolve() / "superlink.db"), "--enable-supernode-auth"]
+    for option, name in (("ssl-ca-certfile", "ca.pem"), ("ssl-certfile", "server.pem"), ("ssl-keyfile", "server.key")):
+        command += [f"--{option}", str(keys / name)]
+    return command
+
+
+def become_flwr(folder: Path, *arguments: str) -> NoReturn:
+    """Replace this process by Flower's own command line, for an app folder."""
+    os.chdir(folder)
+    os.execvpe("flwr", ["flwr", *arguments], server_environment(Path()))
+
+
 def become_node(command: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by the SuperNode, and leave a warm copy of it behind for the node's apps."""
     # What the copies need is imported before the fork, and threads are started after it.
@@ -206,9 +248,10 @@ def flower_commands(spoken: Callable[[Callable[..., None]], Callable[..., None]]
     def init(
         folder: Folder,
         sites: Annotated[int, typer.Option(min=1, max=100_000, help="Sites to wait for before round 1.")] = 3,
+        port: Annotated[int, typer.Option(min=1, max=65535, help="Where the server listens.")] = 8000,
     ) -> None:
         """Write a ready Flower app folder: app, configurations, one page of instructions."""
-        init_folder(folder, sites)
+        init_folder(folder, sites, port)
         typer.echo(f"{folder / 'README.md'} says what to do next.")
 
     @flower.command()
@@ -221,6 +264,35 @@ def flower_commands(spoken: Callable[[Callable[..., None]], Callable[..., None]]
         """Make a development CA, the server's certificate and a key pair per site."""
         make_keys(folder, site, host or [])
         typer.echo(f"{folder / 'keys'}: give each site its own key and ca.pem, nothing else.")
+
+    @flower.command()
+    @spoken
+    def server(
+        folder: Folder,
+        insecure: Annotated[bool, typer.Option("--insecure", help="Plain text on loopback: for tests only.")] = False,
+    ) -> None:
+        """Run the server: Flower's SuperLink, with TLS and a list of keys."""
+        command = server_command(folder, insecure)
+        os.execvpe(command[0], command, server_environment(folder))
+
+    @flower.command()
+    @spoken
+    def admit(
+        folder: Folder, site: Annotated[str, typer.Argument(help="Name of the site.", show_default=False)]
+    ) -> None:
+        """List a site's public key, keys/NAME.pub, at the running server; its node can have that name only."""
+        if not (folder / "keys" / f"{site}.pub").is_file():
+            raise ConfigError(f"{folder / 'keys' / site}.pub is not there: put the site's public key there first.")
+        become_flwr(folder, "supernode", "register", f"keys/{site}.pub", "sites", "--name", site)
+
+    @flower.command()
+    @spoken
+    def run(
+        folder: Folder,
+        insecure: Annotated[bool, typer.Option("--insecure", help="The server runs with --insecure.")] = False,
+    ) -> None:
+        """Start the run at the running server, or go on with it; its log is shown until it ends."""
+        become_flwr(folder, "run", "app", "insecure" if insecure else "sites", "--stream")
 
     @flower.command()
     @spoken

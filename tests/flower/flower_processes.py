@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
-from fedloom.flower_cli import init_folder, make_keys, node_command
+from fedloom.flower_cli import init_folder, make_keys, node_command, server_command, server_environment
 from small_world import client_rows
 
 #: Far more than a quiet machine needs.
@@ -45,27 +44,17 @@ def write_node(folder: Path, name: str, backbone: Path, **more: Any) -> Path:
 class Sites:
     """One folder as ``fedloom flower init`` and ``keys`` write it, and the processes that run on it."""
 
-    def __init__(self, folder: Path, *, database: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder / "server"
         self.keys = self.folder / "keys"
         self.home = folder
-        self.database = ["--database", str(folder / "superlink.db")] if database else []
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        init_folder(self.folder)
-        connection = self.folder / "flwr" / "config.toml"
-        connection.write_text(connection.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{self.port}"))
+        init_folder(self.folder, port=self.port)
+        self.configure("run")
         make_keys(self.folder, [*SITES, HOSTILE, UNLISTED], [])
-        self.environment = {
-            **os.environ,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "FLWR_HOME": str(self.folder / "flwr"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FEDLOOM_SERVER": str(self.folder / "server.yaml"),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "NO_COLOR": "1",
-        }
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        self.environment = server_environment(self.folder) | own
 
     def __enter__(self) -> Sites:
         return self
@@ -81,7 +70,7 @@ class Sites:
 
     def configure(self, out: str, **sections: Any) -> Path:
         """Write the server's configuration for the next run; return the run's folder."""
-        (self.folder / "server.yaml").write_text(yaml.safe_dump({"out": out, **sections}))
+        (self.folder / "server.yaml").write_text(yaml.safe_dump({"out": out, "sites": {"expected": 3}, **sections}))
         return self.folder / out
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
@@ -95,10 +84,8 @@ class Sites:
             )
 
     def start_superlink(self) -> None:
-        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *self.database]
-        command += ["--disable-runtime-dependency-installation", "--enable-supernode-auth"]
-        command += ["--ssl-ca-certfile", str(self.keys / "ca.pem"), "--ssl-certfile", str(self.keys / "server.pem")]
-        self.start("superlink", [*command, "--ssl-keyfile", str(self.keys / "server.key")])
+        """Start what ``fedloom flower server`` becomes."""
+        self.start("superlink", server_command(self.folder, insecure=False), self.environment)
         self.wait_for(self._is_open, "the SuperLink's port")
 
     def _is_open(self) -> bool:

@@ -18,11 +18,12 @@ __all__ = ["routing_figure", "write_report"]
 TEMPLATES = Path(__file__).parent.parent / "assets" / "report"
 
 
-def write_report(out: Path) -> Path:
+def write_report(out: Path, *, unfinished: bool = False) -> Path:
     """Write ``out/report.html`` from what the run folder ``out`` holds; the same folder gives the same bytes.
 
     Args:
         out: a run folder with ``config.yaml manifest.json rounds.jsonl metrics.json``.
+        unfinished: the run may still go on; the page then shows what there is without ``metrics.json``.
 
     Returns:
         The path of the page.
@@ -39,7 +40,7 @@ def write_report(out: Path) -> Path:
         keep_trailing_newline=True,
     )
     page.filters.update(FILTERS)
-    html = page.get_template("report.html.j2").render(page_contents(read_run(out)))
+    html = page.get_template("report.html.j2").render(page_contents(read_run(out, unfinished=unfinished)))
     path = out / "report.html"
     write_atomic(path, html.encode())
     return path

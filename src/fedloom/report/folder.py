@@ -52,24 +52,40 @@ class RunFolder:
     buckets: dict[str, list[Bucket]]
 
 
-def read_run(out: Path) -> RunFolder:
+def read_run(out: Path, *, unfinished: bool = False) -> RunFolder:
     """Read a run folder.
+
+    Args:
+        out: the folder.
+        unfinished: without ``metrics.json``, take what the log and the newest checkpoint say.
 
     Raises:
         DataError: a file is missing or cannot be read.
     """
-    metrics = _read(out / "metrics.json", json.loads)
     rounds = _read(out / "rounds.jsonl", lambda _: RoundLog(out / "rounds.jsonl").read())
     if not rounds:
         raise DataError(f"{out / 'rounds.jsonl'} holds no round. Run it again with --resume.")
+    config = _read(out / "config.yaml", yaml.safe_load)
+    if unfinished and not (out / "metrics.json").is_file():
+        metrics = _so_far(out, config, rounds)
+    else:
+        metrics = _read(out / "metrics.json", json.loads)
     return RunFolder(
         out,
-        _read(out / "config.yaml", yaml.safe_load),
+        config,
         _read(out / "manifest.json", json.loads),
         rounds,
         metrics,
         _buckets(out, metrics),
     )
+
+
+def _so_far(out: Path, config: dict[str, Plain], rounds: list[dict[str, Plain]]) -> dict[str, Plain]:
+    """Return what ``metrics.json`` will hold, as far as it is known during a run."""
+    checkpoints = CheckpointFolder(out / "checkpoints", {})
+    experts = checkpoints.state(checkpoints.rounds()[-1]).spec.experts if checkpoints.rounds() else 1
+    seconds = round(sum(record.get("seconds", 0.0) for record in rounds), 1)
+    return {"seed": config["seed"], "experts": experts, "seconds": seconds, "before": rounds[0].get("evaluation")}
 
 
 def a_model(out: Path) -> Path:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedloom.errors import ConfigError, FedloomError, RoundError, SiteRefusal, UpdateRejected
+from fedloom.files import write_json
 from fedloom.methods.base import Method
 from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import MAX_REASON, Receipt
@@ -28,6 +30,7 @@ from fedloom.runtime.quarantine import printable
 from fedloom.runtime.site import Site, Terms, load_site, mismatch, round_of, version_of
 from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain
+from fedloom.version import __version__
 
 #: Flower 1.42 sends each record as one protobuf message, which may have 2³¹ − 1 bytes
 #: (``flwr.supercore.constant.MAX_PROTOBUF_STREAM_MESSAGE_LENGTH``), and a SuperLink with ``--database`` as one SQLite
@@ -186,10 +189,20 @@ class FlowerTransport:
         spool: folder for the replies of the current round.
         max_reply_bytes: a longer reply is refused.
         observer: told who came, and who is refused and why.
+        presence: file that says when which site was last heard of, who is refused, and who is waited for.
+        on_commit: called when a round is finished and checkpointed.
     """
 
     def __init__(
-        self, grid: Any, terms: Terms, patience: Patience, spool: Path, max_reply_bytes: int, observer: Observer
+        self,
+        grid: Any,
+        terms: Terms,
+        patience: Patience,
+        spool: Path,
+        max_reply_bytes: int,
+        observer: Observer,
+        presence: Path | None = None,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.grid = grid
         self.terms = terms
@@ -197,6 +210,10 @@ class FlowerTransport:
         self.spool = spool
         self.max_reply_bytes = max_reply_bytes
         self.observer = observer
+        self.presence = presence
+        self.on_commit = on_commit
+        self.last_seen: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
         self.cards: dict[str, Card] = {}
         self.silent: set[str] = set()
         self._greeted: dict[tuple[int, str], str] = {}  # node and when it came → id of the hello it was sent
@@ -258,6 +275,7 @@ class FlowerTransport:
             for message_id, (order, down_bytes) in list(pending.items()):
                 for message in self.grid.pull_messages([message_id]):
                     del pending[message_id]
+                    self._seen(order.client, {other.client for other, _ in pending.values()} - self.silent)
                     receipt = self._receive(message, order, down_bytes, time.monotonic() - start)
                     if receipt is not None:
                         receipts.append(receipt)
@@ -278,6 +296,18 @@ class FlowerTransport:
 
     def committed(self, memory_versions: set[str]) -> None:
         """Sites keep their memories themselves, and a server that starts anew names the version it wants."""
+        self.on_commit()
+
+    def _seen(self, client: str, waiting_for: Iterable[str] = ()) -> None:
+        """Note that a client said something, and tell whoever watches."""
+        self.last_seen[client] = datetime.now(UTC).isoformat(timespec="seconds")
+        self._tell(waiting_for)
+
+    def _tell(self, waiting_for: Iterable[str] = ()) -> None:
+        if self.presence is not None:
+            about = {"last_seen": self.last_seen, "refused": self.refused, "waiting_for": sorted(waiting_for)}
+            examples = {name: card.hello["examples"] for name, card in self.cards.items()}
+            write_json(self.presence, {**about, "examples": examples})
 
     def _enough(self, clients: set[str]) -> dict[str, int]:
         """Return client → node of those of ``clients`` that are there; wait only while they are fewer than needed."""
@@ -313,7 +343,9 @@ class FlowerTransport:
             about, _ = unpack(message.content, self.max_reply_bytes)
             self._admit(node, about)
         except (UpdateRejected, ConfigError) as refusal:
-            self.observer.say(f"A site (node {node.node_id}) is refused: {printable(str(refusal), MAX_REASON)}.")
+            self.refused[str(node.node_id)] = printable(str(refusal), MAX_REASON)
+            self.observer.say(f"A site (node {node.node_id}) is refused: {self.refused[str(node.node_id)]}.")
+            self._tell()
 
     def _admit(self, node: Any, about: Mapping[str, Plain]) -> None:
         if "refused" in about:
@@ -324,6 +356,8 @@ class FlowerTransport:
         name = check_client_name(hello["client"])
         if node.name and node.name != name:
             raise UpdateRejected(f"its key is registered for {node.name!r}, but it says that it is {name!r}")
+        if hello.get("fedloom") != __version__:
+            raise UpdateRejected(f"{name} runs fedloom {hello.get('fedloom')}, the server {__version__}")
         for what in ("backbone", "tokenizer"):
             if (said := mismatch(what, str(hello.get(what)), getattr(self.terms, what))) is not None:
                 raise UpdateRejected(f"{name}: {said}")
@@ -334,6 +368,8 @@ class FlowerTransport:
             raise UpdateRejected(f"another node that is online is {name!r} already")
         self.silent.discard(name)  # whoever comes back is waited for again
         self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
+        self.refused.pop(str(node.node_id), None)
+        self._seen(name)
         self.observer.say(f"{name} is there, with {hello['examples']} examples.")
 
     def _receive(self, message: Any, order: Order, down: int, seconds: float) -> Receipt | None:

@@ -1,0 +1,169 @@
+"""Where a run stands, from the files of its folder: rounds, sites, experts. Works while it runs, and after."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from fedloom.errors import DataError
+from fedloom.runtime.checkpoint import CheckpointFolder
+from fedloom.runtime.events import RoundLog
+from fedloom.types import Plain, State
+
+
+@dataclass
+class SiteStatus:
+    """What a run's files tell of one client.
+
+    Attributes:
+        last_seen: when it last said anything, in UTC; only a server across sites writes that down.
+        last_round: the last round in which it answered.
+        examples: as it counts them.
+        rounds: rounds in which its reply was used.
+        bytes_up, bytes_down: in all rounds.
+        quarantined: round → why.
+        absent: rounds in which it did not answer.
+    """
+
+    last_seen: str | None = None
+    last_round: int | None = None
+    examples: int = 0
+    rounds: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    quarantined: dict[int, str] = field(default_factory=dict)
+    absent: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Where a run stands.
+
+    Attributes:
+        method, rounds_wanted: of the configuration.
+        round: the last one that is finished; None before round 0.
+        finished: whether all that a run writes is there.
+        updated: when the log was last written, in UTC.
+        rounds: what the log says of each, without its clients.
+        sites: client → see there.
+        experts: component → client → examples of the buckets that train it, or all that a client has.
+        refused: what a server across sites said of nodes that it did not let in.
+        waiting_for: whom it waits for now.
+    """
+
+    method: str
+    rounds_wanted: int
+    round: int | None
+    finished: bool
+    updated: str | None
+    rounds: list[dict[str, Plain]]
+    sites: dict[str, SiteStatus]
+    experts: dict[str, dict[str, int]]
+    refused: dict[str, str]
+    waiting_for: list[str]
+
+    def to_plain(self) -> dict[str, Plain]:
+        return asdict(self)
+
+
+def read_status(out: Path) -> RunStatus:
+    """Read where a run stands.
+
+    Raises:
+        DataError: ``out`` is no run folder, or a file of it is damaged.
+    """
+    method, rounds = _read_config(out / "config.yaml")
+    log = RoundLog(out / "rounds.jsonl")
+    records = log.read()
+    presence = _read_presence(out / "presence.json")
+    sites = sites_of(records)
+    for name, seen in presence.get("last_seen", {}).items():
+        sites.setdefault(name, SiteStatus()).last_seen = seen
+    for name, examples in presence.get("examples", {}).items():
+        sites[name].examples = sites[name].examples or examples
+    return RunStatus(
+        method=method,
+        rounds_wanted=rounds,
+        round=records[-1]["round"] if records else None,
+        finished=(out / "metrics.json").is_file(),
+        updated=_when(log.path.stat().st_mtime) if log.path.is_file() else None,
+        rounds=[{key: r[key] for key in ROUND_KEYS if key in r} for r in records],
+        sites=dict(sorted(sites.items())),
+        experts=_experts(out, records),
+        refused=presence.get("refused", {}),
+        waiting_for=presence.get("waiting_for", []),
+    )
+
+
+ROUND_KEYS = ("round", "train_loss", "bytes_up", "bytes_down", "seconds", "quarantined", "absent", "weights")
+
+
+def sites_of(records: list[dict[str, Plain]]) -> dict[str, SiteStatus]:
+    """Sum up the log by client."""
+    sites: dict[str, SiteStatus] = {}
+    for record in records:
+        number = record["round"]
+        for name, entry in record.get("clients", {}).items():
+            site = sites.setdefault(name, SiteStatus())
+            site.last_round = number
+            site.examples = max(site.examples, entry["examples"])
+            site.bytes_up += entry["bytes_up"]
+            site.bytes_down += entry["bytes_down"]
+            site.rounds += number > 0 and name not in record["quarantined"]
+        for name, why in record.get("quarantined", {}).items():
+            sites.setdefault(name, SiteStatus()).quarantined[number] = why
+        for name in record.get("absent", []):
+            sites.setdefault(name, SiteStatus()).absent.append(number)
+    return sites
+
+
+def experts_of(state: State) -> dict[str, dict[str, int]]:
+    """Return expert → client → examples of the buckets that the server assigned to it."""
+    sizes = state.values.get("sizes", {})
+    found: dict[str, dict[str, int]] = {f"experts/{m}": {} for m in range(state.spec.experts)}
+    for client, experts in sorted(state.values.get("assignment", {}).items()):
+        for m, size in zip(experts, sizes.get(client, []), strict=False):
+            own = found.setdefault(f"experts/{m}", {})
+            own[client] = own.get(client, 0) + size
+    return found
+
+
+def _experts(out: Path, records: list[dict[str, Plain]]) -> dict[str, dict[str, int]]:
+    checkpoints = CheckpointFolder(out / "checkpoints", {})
+    done = checkpoints.rounds()
+    state = checkpoints.state(done[-1]) if done else None
+    if state is not None and state.values.get("assignment"):
+        return experts_of(state)
+    if not records or "clients" not in records[-1]:
+        return {}
+    last = records[-1]
+    everyone = {name: c["examples"] for name, c in last["clients"].items() if name not in last["quarantined"]}
+    return {unit: everyone for unit in last["weights"] if unit.startswith("experts/")}
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _read_config(path: Path) -> tuple[str, int]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return str(config["method"]["name"]), int(config["federation"]["rounds"])
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}. Give the folder that a run writes.") from error
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not the configuration of a run: {error}") from error
+
+
+def _read_presence(path: Path) -> dict[str, Plain]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}. The next message of a site writes it anew.") from error
+    return found if isinstance(found, dict) else {}
