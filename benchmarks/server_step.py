@@ -118,7 +118,7 @@ def peak_of(run: Callable[[], object]) -> int:
             highest = max(highest, resident())
             time.sleep(0.0005)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     run()
     over.set()

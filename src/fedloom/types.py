@@ -58,6 +58,7 @@ class AdapterSpec:
             trains every parameter of the model, ``lora`` a LoRA on every expert and the routers. Empty: LoRA experts,
             as above.
         kept: components of the native experts that this model has; its routers do not choose others. Empty: all.
+        blend: the native model has a head of the client's own beside its own, and a gate mixes both (PFL-MoE).
     """
 
     targets: tuple[str, ...]
@@ -74,6 +75,7 @@ class AdapterSpec:
     base_delta: bool = False
     native: str = ""
     kept: tuple[str, ...] = ()
+    blend: bool = False
 
     @property
     def scaling(self) -> float:

@@ -13,6 +13,7 @@ from fedloom.adapters.activations import Activations
 from fedloom.adapters.inject import Slot, unwrap
 from fedloom.adapters.moe_lora import Routing
 from fedloom.adapters.native import NamedTensors, NativeModel, find_native
+from fedloom.adapters.native_blend import Blend
 from fedloom.adapters.native_lora import NativeLoRA, WeightLoRA, graft_expert_lora
 from fedloom.adapters.native_mask import check_kept, open_only
 from fedloom.adapters.state import check_names_and_shapes
@@ -24,7 +25,7 @@ class NativeGraft:
     """A mixture-of-experts model that is trained whole (``full``), or LoRAs on its experts and its routers (``lora``).
 
     A specification that names experts in ``kept`` makes it a model of these experts only: the others' tensors are not
-    read or loaded, and routers do not choose them.
+    read or loaded, and routers do not choose them. One with ``blend`` has a head of its own beside the model's.
 
     Attributes:
         model: the model, trained in place.
@@ -38,7 +39,7 @@ class NativeGraft:
 
     def __init__(self, model: nn.Module, spec: AdapterSpec) -> None:
         self.model = model
-        self.spec = replace(spec, kept=())
+        self.spec = replace(spec, kept=(), blend=False)
         self.shapes: dict[str, tuple[int, int]] = {}
         self.hidden_size = 0
         self.named: NativeModel | NativeLoRA
@@ -53,15 +54,24 @@ class NativeGraft:
             if hasattr(module, "jitter_noise"):  # transformers multiplies the experts' input by it, too, in place
                 module.jitter_noise = 0.0  # type: ignore[assignment]
         self.initial: Tensors = self.named.read()
+        self.blend = Blend(model)
         self.respec(spec)
 
     def respec(self, spec: AdapterSpec) -> None:
-        """Change which experts are kept; all else is fixed. What was closed before holds no agreed values: load."""
-        if replace(spec, kept=()) != replace(self.spec, kept=()):
-            raise AdapterError("What is trained of a native model is fixed when it is grafted, but for kept experts.")
+        """Change which experts are kept and whether heads are blended; what is new holds no agreed values yet: load."""
+        if replace(spec, kept=(), blend=False) != replace(self.spec, kept=(), blend=False):
+            raise AdapterError("All but kept experts and the blend of a native model is fixed when it is grafted.")
         check_kept(self.named.layers, spec.kept)
         self.spec = spec
-        open_only(self.named.layers, spec.kept)
+        self._open()
+
+    def _open(self) -> None:
+        """Let routers and heads act as the specification says."""
+        open_only(self.named.layers, self.spec.kept)
+        if self.spec.blend:
+            self.blend.attach()
+        else:
+            self.blend.detach()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy flat tensors into the model; missing, unknown or misshapen keys are AdapterErrors."""
@@ -77,8 +87,11 @@ class NativeGraft:
     def parameters_by_name(self) -> dict[str, Slot]:
         """Return flat name → where it lives, without experts that are not kept."""
         kept = self.spec.kept
-        slots = self.named.slots().items()
+        slots = self._slots().items()
         return {n: s for n, s in slots if not kept or not n.startswith("experts/") or component(n) in kept}
+
+    def _slots(self) -> dict[str, Slot]:
+        return self.named.slots() | (self.blend.slots() if self.spec.blend else {})
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return all trained Parameters but the routers', each once, kept or not: their order does not change."""
@@ -89,7 +102,7 @@ class NativeGraft:
         return self._parameters(routing=True)
 
     def _parameters(self, *, routing: bool) -> list[nn.Parameter]:
-        slots = self.named.slots().items()
+        slots = self._slots().items()
         chosen = {id(s.parameter): s.parameter for name, s in slots if name.startswith("router/") == routing}
         return list(chosen.values())
 
@@ -110,11 +123,12 @@ class NativeGraft:
         trained = self.named.read()
         self.named.load(self.initial)
         open_only(self.named.layers, ())
+        self.blend.detach()
         try:
             yield
         finally:
             self.named.load(trained)
-            open_only(self.named.layers, self.spec.kept)
+            self._open()
 
     def train(self) -> None:
         """Train as the model's authors do, with its own dropout; where only LoRAs are trained there is none."""
@@ -129,6 +143,8 @@ class NativeGraft:
         """Give the bare model with the trained tensors in its own weights, to be saved; restored afterwards."""
         if self.spec.kept:
             raise AdapterError("A model of some experts only cannot be saved as a model of its family.")
+        if self.spec.blend:
+            raise AdapterError("A model with a blended head cannot be saved as a model of its family.")
         if self.spec.native == "full":
             yield self.model
             return

@@ -23,6 +23,7 @@ from fedloom.methods.flexlora import FlexLoRA
 from fedloom.methods.flora import FLoRA
 from fedloom.methods.local import Local
 from fedloom.methods.lora_fair import LoRAFair
+from fedloom.methods.pfl_moe import PFLMoE
 from fedloom.methods.rolora import RoLoRA
 from fedloom.methods.scaffold import Scaffold
 
@@ -47,6 +48,7 @@ METHODS: dict[str, type[Method]] = {
     "flora": FLoRA,
     "local": Local,
     "lora_fair": LoRAFair,
+    "pfl_moe": PFLMoE,
     "rolora": RoLoRA,
     "scaffold": Scaffold,
 }

@@ -13,6 +13,7 @@ needs inner products only, and nothing but the consensus is held.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -46,6 +47,7 @@ class FCMoE(Method):
     aggregated = "each expert by activations × update norm, conflicts projected; the rest by sample count"
     local_only = "the last update of each expert, kept for the next start"
     exact = "yes: whole experts are averaged"
+    singles = "each update is projected on the consensus of all"
     native = True
     personal = True
     Options = FCMoEOptions
@@ -72,8 +74,7 @@ class FCMoE(Method):
         means, weights = RunningMean(), Weights()
         for reply in replies:
             weights[reply.client] = self.importance(reply)
-            for name, tensor in reply.send.items():
-                means.add(name, tensor, weights[reply.client][component(name)])
+            means.add_each(reply.send, by_unit(weights[reply.client]))
             del reply  # so that it is gone when the next is read
         consensus = means.mean()  # Eq. 2
         del means
@@ -101,6 +102,10 @@ class FCMoE(Method):
         schema = super().expected(order, reply)
         check_activations(reply, schema)
         return schema
+
+
+def by_unit(weights: dict[str, float]) -> Callable[[str], float]:
+    return lambda name: weights[component(name)]
 
 
 def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:

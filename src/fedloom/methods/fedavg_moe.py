@@ -9,6 +9,7 @@ Differs from FedAvg: with ``weighting: samples`` not at all: experts, routers an
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from pydantic import Field
 from fedloom.errors import UpdateRejected
 from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.numerics.aggregate import RunningMean
-from fedloom.numerics.tree import add, subtract
+from fedloom.numerics.tree import subtract
 from fedloom.types import Client, Order, Plain, Replies, Reply, State, component
 
 
@@ -47,14 +48,15 @@ class FedAvgMoE(Method):
     def merge(self, state: State, replies: Replies) -> State:
         means = RunningMean()
         for reply in replies:
-            for name, tensor in reply.send.items():
-                means.add(name, tensor, self.weight(reply, component(name)))
+            means.add_each(reply.send, partial(self.weight, reply))
+            del reply  # so that it is gone when the next is read
         update = means.mean()
-        tensors = dict(state.tensors) | add({name: state.tensors[name] for name in update}, update)
-        return replace(state, tensors=tensors)
+        del means
+        return replace(state, tensors=state.tensors | {n: state.tensors[n] + update.pop(n) for n in list(update)})
 
-    def weight(self, reply: Reply, unit: str) -> float:
-        """Return what a component of a reply counts; an expert without a token counts nothing under FLAME's rule."""
+    def weight(self, reply: Reply, name: str) -> float:
+        """Return what a tensor of a reply counts; an expert without a token counts nothing under FLAME's rule."""
+        unit = component(name)
         if self.options.weighting == "samples" or not unit.startswith("experts/"):
             return float(reply.counts[unit])
         return (reply.values["activations"][unit] / reply.metrics["steps"]) ** self.options.power * reply.counts[unit]

@@ -123,6 +123,11 @@ class RunningMean:
                 self._sums[name] = torch.zeros_like(tensor, dtype=torch.float64)
             self._sums[name].add_(tensor.to(torch.float64), alpha=weight)
 
+    def add_each(self, tensors: Tensors, weight: Callable[[str], float]) -> None:
+        """Take in tensors by name. The caller's loop keeps none of them alive, nor a file that they are views of."""
+        for name, tensor in tensors.items():
+            self.add(name, tensor, weight(name))
+
     def mean(self) -> Tensors:
         """Return the mean of each name, in its own dtype. A name whose weights are all zero is absent."""
         return {name: (total / self.weights[name]).to(self._likes[name].dtype) for name, total in self._sums.items()}
