@@ -13,9 +13,9 @@ from tiny_training import Row, epoch_tokens
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 SENTINELS = 16
-WINDOW, WINDOWS, TASKS = 128, 8, 12  # tokens of a window; windows and task examples a step
+WINDOW, WINDOWS, SUBJECTS, TASKS = 128, 4, 24, 8  # tokens of a window; windows, subjects and other tasks a step
 NOISE, SPAN = 0.4, 4  # share of a window that is hidden, mean length of a hidden span
-PROMPT = 128  # longest prompt of a task
+SUBJECT_PROMPT, PROMPT = 64, 128  # longest prompt in tokens
 LISTED = 280  # most characters of what a response is read from, so that it fits into the prompt
 Pair = tuple[list[int], list[int]]  # what the encoder reads, what the decoder writes
 
@@ -72,19 +72,24 @@ def windows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> I
             yield corrupt(window, sentinels, tokenizer.eos_token_id, rng)
 
 
+def name_subject(row: Row, rng: random.Random) -> tuple[str, str]:
+    """Make the task of naming a row's subject from its question, its choices or both: (prompt, response)."""
+    question = row["question"].strip()
+    subject = row["subject"].replace("_", " ") if "choices" in row else "grade school mathematics"
+    listed = "\n".join(row["choices"]) if "choices" in row else row["answer"]
+    text = rng.choice((question, question, f"{question}\n{listed}", listed))
+    return f"Name the subject of this text.\n\nText:\n{text}", subject
+
+
 def ask(row: Row, other: Row, rng: random.Random) -> tuple[str, str, str]:
-    """Make a task of a row: (task, prompt, response). ``other`` is another row of the same source."""
+    """Make another task of a row: (task, prompt, response). ``other`` is another row of the same source."""
     question = row["question"].strip()
     choices = row.get("choices")
     right = choices[row["answer"]] if choices else row["answer"].split("\n####")[0]
     listed = "\n".join(f"{name}. {choice}" for name, choice in zip("ABCD", choices)) if choices else right
-    task = rng.choices(("subject", "answer", "find", "start", "belongs"), (8, 4 if choices else 1, 3, 2, 3))[0]
+    task = rng.choices(("answer", "find", "start", "belongs"), (4 if choices else 1, 3 if choices else 0, 2, 3))[0]
     if len(listed) + (len(question) if task == "answer" and choices else 0) > LISTED and task in ("answer", "find"):
-        task = "subject"  # the prompt would lose what the answer is read from
-    if task == "subject":
-        text = rng.choice((question, question, f"{question}\n{listed}", listed))
-        subject = row["subject"].replace("_", " ") if choices else "grade school mathematics"
-        return task, f"Name the subject of this text.\n\nText:\n{text}", subject
+        task = "start"  # the prompt would lose what the answer is read from
     if task == "answer":
         if choices:
             return task, f"Choose the right answer.\n\nQuestion:\n{question}\n{listed}", "ABCD"[row["answer"]]
@@ -95,17 +100,14 @@ def ask(row: Row, other: Row, rng: random.Random) -> tuple[str, str, str]:
         if rng.random() < 0.5:
             return task, f"Which letter marks {choices[place]}?\n\n{listed}", "ABCD"[place]
         return task, f"What stands beside {'ABCD'[place]}?\n\n{listed}", choices[place]
-    if task in ("find", "start"):
+    if task == "start":
         words = question.split()[:4]
-        return "start", f"Repeat the first {len(words)} words.\n\nText:\n{question}", " ".join(words)
+        return task, f"Repeat the first {len(words)} words.\n\nText:\n{question}", " ".join(words)
     fits = rng.random() < 0.5
     stranger = other["choices"][other["answer"]] if choices else other["answer"].split("\n")[0]
     answer = right.split("\n")[0] if fits else stranger
-    return (
-        task,
-        f"Does the answer belong to the question?\n\nAnswer:\n{answer}\n\nQuestion:\n{question}",
-        ("yes" if fits else "no"),
-    )
+    prompt = f"Does the answer belong to the question?\n\nAnswer:\n{answer}\n\nQuestion:\n{question}"
+    return task, prompt, "yes" if fits else "no"
 
 
 def by_source(rows: list[Row]) -> dict[bool, list[Row]]:
@@ -113,7 +115,7 @@ def by_source(rows: list[Row]) -> dict[bool, list[Row]]:
     return {kind: [row for row in rows if ("choices" in row) is kind] for kind in (True, False)}
 
 
-def encode(prompt: str, response: str, tokenizer: PreTrainedTokenizerFast) -> Pair:
+def encode(prompt: str, response: str, tokenizer: PreTrainedTokenizerFast, longest: int = PROMPT) -> Pair:
     """Tokenise a task as fedloom does: plain headings, one BOS before the prompt, EOS after the response.
 
     A long prompt loses text before its last heading, never the heading.
@@ -121,19 +123,31 @@ def encode(prompt: str, response: str, tokenizer: PreTrainedTokenizerFast) -> Pa
     tail = tokenizer("\n\n### Response:\n", add_special_tokens=False)["input_ids"]
     head = tokenizer(f"### Instruction:\n{prompt}")["input_ids"]
     written = tokenizer(response, add_special_tokens=False)["input_ids"][: PROMPT // 4]
-    return [*head[: PROMPT - len(tail)], *tail], [*written, tokenizer.eos_token_id]
+    return [*head[: longest - len(tail)], *tail], [*written, tokenizer.eos_token_id]
+
+
+def shuffled(rows: list[Row], every: int, rng: random.Random) -> Iterator[Row]:
+    """Yield rows without end in a new order each time, of gsm8k only one in ``every``: it is all of one kind."""
+    for epoch in itertools.count():
+        order = [row for i, row in enumerate(rows) if "choices" in row or i % every == epoch % every]
+        rng.shuffle(order)
+        yield from order
+
+
+def subject_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Pair]:
+    """Yield tokenised subject tasks without end."""
+    rng = random.Random(f"subjects {seed}")
+    for row in shuffled(rows, 20, rng):
+        yield encode(*name_subject(row, rng), tokenizer, SUBJECT_PROMPT)
 
 
 def task_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Pair]:
-    """Yield tokenised tasks without end. gsm8k rows are asked a third as often: they have one subject."""
+    """Yield the other tokenised tasks without end."""
     rng = random.Random(f"tasks {seed}")
     kin = by_source(rows)
-    for epoch in itertools.count():
-        order = [row for i, row in enumerate(rows) if "choices" in row or i % 3 == epoch % 3]
-        rng.shuffle(order)
-        for row in order:
-            _, prompt, response = ask(row, rng.choice(kin["choices" in row]), rng)
-            yield encode(prompt, response, tokenizer)
+    for row in shuffled(rows, 3, rng):
+        _, prompt, response = ask(row, rng.choice(kin["choices" in row]), rng)
+        yield encode(prompt, response, tokenizer)
 
 
 def collate(pairs: Iterable[Pair], pad: int) -> Batch:
@@ -145,23 +159,32 @@ def collate(pairs: Iterable[Pair], pad: int) -> Batch:
     return Batch(ids, mask, torch.tensor([[*t, *[-100] * (wide - len(t))] for t in targets]))
 
 
-def batches(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Batch, Batch]]:
-    """Yield (windows, tasks) without end."""
-    texts, asked = windows(rows, tokenizer, seed), task_pairs(rows, tokenizer, seed)
-    pad = tokenizer.pad_token_id
+def batches(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Batch, ...]]:
+    """Yield (windows, subjects, other tasks) without end."""
+    streams = (
+        (windows(rows, tokenizer, seed), WINDOWS),
+        (subject_pairs(rows, tokenizer, seed), SUBJECTS),
+        (task_pairs(rows, tokenizer, seed), TASKS),
+    )
     while True:
-        yield collate(itertools.islice(texts, WINDOWS), pad), collate(itertools.islice(asked, TASKS), pad)
+        yield tuple(collate(itertools.islice(pairs, count), tokenizer.pad_token_id) for pairs, count in streams)
 
 
 def held_out_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, Pair]]:
-    """Return named examples of held-out rows, the same ones on each call: every window once, four tasks a row."""
+    """Return named examples of held-out rows, the same ones on each call: every window once, three tasks a row.
+
+    Subjects are asked of mmlu only, from the question only.
+    """
     rng = random.Random("held out")
     sentinels = sentinel_ids(tokenizer)
     stream = epoch_tokens(rows, tokenizer, 0, 0)
     cuts = stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW).tolist()
     named: list[tuple[str, Pair]] = [("spans", corrupt(w, sentinels, tokenizer.eos_token_id, rng)) for w in cuts]
     kin = by_source(rows)
-    for row in rows * 4:
+    for row in kin[True]:
+        prompt, subject = f"Name the subject of this text.\n\nText:\n{row['question'].strip()}", row["subject"]
+        named.append(("subject", encode(prompt, subject.replace("_", " "), tokenizer, SUBJECT_PROMPT)))
+    for row in rows * 3:
         task, prompt, response = ask(row, rng.choice(kin["choices" in row]), rng)
         named.append((task, encode(prompt, response, tokenizer)))
     return named

@@ -100,19 +100,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
 
 
-def make_optimizer(model: PreTrainedModel, lr: float, *, scaled: bool = False) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only.
-
-    With ``scaled`` there is no decay, and each tensor's learning rate is in proportion to its root mean square at the
-    start, as in Adafactor (Shazeer and Stern 2018, section 8): T5's weights start at sizes that differ fifty-fold.
-    """
+def make_optimizer(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only."""
     groups = [
-        {
-            "params": [p],
-            "weight_decay": WEIGHT_DECAY if p.ndim > 1 and not scaled else 0.0,
-            "scale": p.detach().square().mean().sqrt().item() if scaled else 1.0,
-        }
-        for p in model.parameters()
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
@@ -126,7 +118,7 @@ def train_step(
 ) -> float:
     """Take one step on ``batch`` and return the loss."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["scale"]
+        group["lr"] = lr
     loss = loss_of(model, batch)
     optimizer.zero_grad()
     loss.backward()

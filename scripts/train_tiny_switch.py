@@ -27,6 +27,7 @@ from tiny_switch_examples import (
     NOISE,
     PROMPT,
     SENTINELS,
+    SUBJECTS,
     TASKS,
     WINDOW,
     WINDOWS,
@@ -59,19 +60,49 @@ from transformers import (
 
 from fedloom.errors import BackboneError, FedloomError
 
-EXPERTS, CAPACITY = 16, 64
-PEAK_LR, BALANCE, Z = 4e-2, 5e-2, 1e-3
+WIDTH, EXPERTS, CAPACITY = 128, 16, 64
+SIZE, SPREAD = 0.1, 0.03  # root mean square of embeddings and of matrices at the start
+PEAK_LR, BALANCE, Z = 1e-3, 5e-2, 1e-3
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> SwitchTransformersForConditionalGeneration:
-    """Return a fresh model; every second layer is sparse."""
+def embeddings_of(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> torch.Tensor:
+    """Return token embeddings that say which tokens stand in the same rows: (tokens, WIDTH), root mean square SIZE.
+
+    The positive pointwise mutual information of two tokens in one row, contexts smoothed by 3/4, and its largest
+    singular vectors times the roots of the singular values (Levy and Goldberg 2014; Levy et al. 2015), turned at
+    random, so that no axis is special. Of gsm8k, which is all of one kind, one row in three counts.
+    """
+    counts = torch.zeros(len(tokenizer), len(tokenizer))
+    for i, row in enumerate(rows):
+        if "choices" in row or i % 3 == 0:
+            text = "\n".join([row["question"], *(row["choices"] if "choices" in row else [row["answer"]])])
+            found = torch.tensor(sorted(set(tokenizer(text)["input_ids"])))
+            counts[found[:, None], found] += 1
+    context = counts.sum(0) ** 0.75
+    information = torch.log(counts / (counts.sum(1, keepdim=True) * (context / context.sum())))
+    information = torch.nan_to_num(information, 0.0, 0.0, 0.0).clamp_min(0)
+    torch.manual_seed(seed)
+    left, values, _ = torch.svd_lowrank(information, q=WIDTH + 32, niter=4)
+    turn, _ = torch.linalg.qr(torch.randn(WIDTH, WIDTH))
+    table = (left * values.sqrt())[:, :WIDTH] @ turn
+    return table / table.square().mean().sqrt() * SIZE
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, embeddings: torch.Tensor | None = None
+) -> SwitchTransformersForConditionalGeneration:
+    """Return a fresh model, every second layer sparse.
+
+    Matrices start at N(0, SPREAD²), so that blocks add little to the embeddings at first; T5's own start, which is
+    drawn where ``embeddings`` (tokens, WIDTH) are not given, is the one that the card compares with.
+    """
     torch.manual_seed(seed)
     config = SwitchTransformersConfig(
         vocab_size=len(tokenizer),
-        d_model=96,
+        d_model=WIDTH,
         d_kv=32,
-        d_ff=256,
-        num_heads=3,
+        d_ff=160,
+        num_heads=4,
         num_layers=4,
         num_sparse_encoder_layers=2,
         num_decoder_layers=2,
@@ -94,6 +125,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> SwitchTransfor
             if name.endswith("router.classifier.weight"):
                 # transformers starts routers at N(0, 1), almost one-hot; Switch (section 2.4) at a tenth of 1/fan-in.
                 weight.normal_(std=math.sqrt(0.1 / config.d_model))
+            elif embeddings is not None and weight.ndim > 1:
+                weight.normal_(std=SPREAD)
+        if embeddings is not None:
+            model.shared.weight.copy_(embeddings)
+            # The tied output head divides by the root of the width, for T5's embeddings of size 1.
+            model.decoder.final_layer_norm.weight.fill_(math.sqrt(config.d_model))
     return model
 
 
@@ -124,7 +161,7 @@ def forward(model: SwitchTransformersForConditionalGeneration, batch: Batch) -> 
     return out.logits, layers
 
 
-def loss_of(model: SwitchTransformersForConditionalGeneration, step: tuple[Batch, Batch]) -> torch.Tensor:
+def loss_of(model: SwitchTransformersForConditionalGeneration, step: tuple[Batch, ...]) -> torch.Tensor:
     """Return the sum of both batches' losses in nats per token, with the router losses of every layer."""
     total = torch.zeros(())
     for batch in step:
@@ -181,6 +218,7 @@ def measure(
 
 def card(
     model: SwitchTransformersForConditionalGeneration,
+    before: dict[str, Tally],
     tallies: dict[str, Tally],
     usage: torch.Tensor,
     dropped: float,
@@ -193,7 +231,8 @@ def card(
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     active = parameters - experts + experts // EXPERTS
     losses = "\n".join(
-        f"| {name} | {v.examples:,} | {v.tokens:,} | {v.nats / v.tokens:.3f} | {v.exact / v.examples:.1%} |"
+        f"| {name} | {v.examples:,} | {v.tokens:,} | {before[name].nats / v.tokens:.3f} | {v.nats / v.tokens:.3f} "
+        f"| {v.exact / v.examples:.1%} |"
         for name, v in sorted(tallies.items())
     )
     places = ("encoder layer 2", "encoder layer 4", "decoder layer 2")
@@ -209,9 +248,10 @@ library_name: transformers
 # fedloom tiny Switch Transformer
 
 A Switch Transformer (encoder-decoder, top-1 of {EXPERTS} experts in every second layer) with {parameters:,} parameters,
-{active:,} of them active for a token: 4 encoder and 2 decoder layers (three of the six sparse), hidden 96, 3 heads,
-MLP 256, {model.config.vocab_size:,} tied embeddings, fp32. Trained from scratch on a CPU, so that tests and small
-federated benchmarks fine-tune a real pretrained mixture-of-experts model offline. It does not know facts.
+{active:,} of them active for a token: 4 encoder and 2 decoder layers (three of the six sparse), hidden
+{model.config.d_model}, {model.config.num_heads} heads, MLP {model.config.d_ff}, {model.config.vocab_size:,} tied
+embeddings, fp32. Trained from scratch on a CPU, so that tests and small federated benchmarks fine-tune a pretrained
+mixture-of-experts model offline. It does not know facts.
 
 The tokenizer is that of the tiny backbone with {SENTINELS} sentinels `<extra_id_0>` … more. It adds one BOS before a
 text and no EOS. The encoder reads a prompt as it is; labels end with EOS; the decoder starts from the pad token. There
@@ -234,13 +274,15 @@ rows from {GSM8K_ROWS} on, the gsm8k test rows and all other data were not used.
 
 ## Objective and held-out figures
 
-Each step: {WINDOWS} windows of {WINDOW} tokens with {NOISE:.0%} hidden in spans (`spans`), and {TASKS} tasks made from
-the rows: name the subject, choose the right answer, find a choice by its letter or the letter of a choice, repeat the
-first words, copy the result of a worked calculation, say whether an answer belongs to a question. Exact: every token
-of the response is the most likely one. Chance is 25% for `answer` and about 50% for `belongs`.
+Embeddings start as singular vectors of the pointwise mutual information of tokens in one row. Each step then: {WINDOWS}
+windows of {WINDOW} tokens with {NOISE:.0%} hidden in spans (`spans`), {SUBJECTS} rows whose subject is to be named
+(`subject`), and {TASKS} other tasks made from the rows: choose the right answer, find a choice by its letter or the
+letter of a choice, repeat the first words, copy the result of a worked calculation, say whether an answer belongs to a
+question. Exact: every token of the response is the most likely one. Chance is 25% for `answer` and about 50% for
+`belongs`. `untrained` is the same architecture with the random weights that transformers gives a new T5.
 
-| task | examples | tokens | nats per token | exact |
-|---|---|---|---|---|
+| task | examples | tokens | nats per token, untrained | nats per token | exact |
+|---|---|---|---|---|---|
 {losses}
 
 Tokens that the least and the most used expert get, and how many equally used experts would have the same entropy:
@@ -255,10 +297,9 @@ Tokens beyond the capacity of their expert, which pass by the residual only: {dr
 
 `python scripts/train_tiny_switch.py --data DIR --out DIR --steps {run.steps} --threads {threads} --seed {run.seed}`
 
-{run.steps:,} steps, AdamW, peak learning rate {PEAK_LR:g} × each tensor's root mean square at the start, cosine with
-warm-up; balance loss × {BALANCE:g} and z-loss × {Z:g} of each sparse layer, without padding. {run.seconds / 60:.1f}
-minutes on an {cpu_name()} processor (threads: {threads}, shared with other work), with Python
-{platform.python_version()}, torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}.
+{run.steps:,} steps, AdamW, peak learning rate {PEAK_LR:g}, cosine with warm-up; balance loss × {BALANCE:g} and
+z-loss × {Z:g} of each sparse layer, without padding. {run.seconds / 60:.1f} minutes on an {cpu_name()}
+processor (threads: {threads}, shared with other work), with Python {platform.python_version()}, torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}.
 
 Licence: MIT, as the data.
 """
@@ -292,10 +333,11 @@ def main(
     transformers.logging.disable_progress_bar()
     rows, held_out = load_split(data)
     words = extend(tokenizer)
-    model = build_model(words, seed)
+    before, _, _ = measure(build_model(words, seed), words, held_out)
+    model = build_model(words, seed, embeddings_of(rows, words, seed))
     run = train(
         model,
-        make_optimizer(model, PEAK_LR, scaled=True),
+        make_optimizer(model, PEAK_LR),
         lambda: batches(rows, words, seed),
         loss_of,
         PEAK_LR,
@@ -308,7 +350,7 @@ def main(
     )
     tallies, usage, dropped = measure(model, words, held_out)
     sample = next(batches(held_out, words, seed))[1]
-    readme = card(model, tallies, usage, dropped, threads, len(rows), run)
+    readme = card(model, before, tallies, usage, dropped, threads, len(rows), run)
     export(model, words, readme, out, lambda folder: check(model, sample, folder))
     figures = {name: vars(tally) for name, tally in tallies.items()}
     typer.echo(json.dumps({"steps": run.steps, "minutes": run.seconds / 60, "held_out": figures}, indent=1))

@@ -26,7 +26,7 @@ from fedloom.errors import BackboneError
 
 #: Names that need no path: where a package on this machine carries the weights, else where a hub does.
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-KNOWN = ("tiny", "smollm2-135m")
+KNOWN = ("tiny", "tiny-switch", "smollm2-135m")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -145,7 +145,7 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     """Load and freeze a backbone.
 
     Args:
-        name: ``tiny`` (shipped), ``smollm2-135m``, a hub name, a folder, or a ``.gguf`` file.
+        name: ``tiny`` or ``tiny-switch`` (shipped), ``smollm2-135m``, a hub name, a folder, or a ``.gguf`` file.
         dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU; or ``float32``, ``bfloat16``, ``float16``.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:0``.
         cache: where converted GGUF models are kept; default ``cache_dir()``.
