@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import yaml
 
 from fedloom.flower_cli import init_folder, make_keys, node_command, server_command, server_environment
-from small_world import client_rows
+from small_world import client_rows, tree, without_seconds
 
 #: Far more than a quiet machine needs.
 PATIENCE = 600.0
@@ -31,80 +32,140 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_node(folder: Path, name: str, backbone: Path, **more: Any) -> Path:
-    """Write a site's rows and configuration; return the configuration."""
+def write_rows(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": e.prompt, "response": e.response}) for e in client_rows()[name]]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    about = {"client": name, "data": "rows.jsonl", "backbone": {"name": str(backbone), "threads": 1}, **more}
+
+
+def write_node(folder: Path, name: str, backbone: Path) -> Path:
+    """Write a site's rows and configuration; return the configuration."""
+    write_rows(folder, name)
+    about = {"client": name, "data": "rows.jsonl", "backbone": {"name": str(backbone), "threads": 1}}
     (folder / "node.yaml").write_text(json.dumps(about))
     return folder / "node.yaml"
 
 
-class Sites:
-    """One folder as ``fedloom flower init`` and ``keys`` write it, and the processes that run on it."""
+def log_of(out: Path) -> list[dict[str, Any]]:
+    path = out / "rounds.jsonl"
+    return [without_seconds(json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "server"
-        self.keys = self.folder / "keys"
-        self.home = folder
-        self.port = free_port()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        init_folder(self.folder, port=self.port)
-        self.configure("run")
-        make_keys(self.folder, [*SITES, HOSTILE, UNLISTED], [])
-        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        self.environment = server_environment(self.folder) | own
 
-    def __enter__(self) -> Sites:
+def states_of(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(out / "checkpoints").items() if name.endswith("state.safetensors")}
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    """Return states, log and model; checkpoints also name the configuration, which differs in where rows are."""
+    return {"log": log_of(out), "states": states_of(out), "model": tree(out / "model")}
+
+
+def family(pid: int) -> list[psutil.Process]:
+    try:
+        return [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class Processes:
+    """Processes by name, with a log file each in ``home``."""
+
+    def __init__(self, home: Path, environment: dict[str, str]) -> None:
+        self.home = home
+        self.environment = environment
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in list(self.processes):
+        for name in list(self.running):
             self.kill(name)
         if error is not None:
             for log in sorted(self.home.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
+
+    def start(
+        self, name: str, command: Sequence[str], *, cwd: Path | None = None, environment: dict[str, str] | None = None
+    ) -> None:
+        with open(self.home / f"{name}.log", "ab") as log:
+            self.running[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment or self.environment, cwd=cwd or self.home
+            )
+
+    def call(self, line: str, *, cwd: Path | None = None) -> str:
+        """Run a command to its end, which must be a good one; return what it printed."""
+        done = subprocess.run(
+            shlex.split(line),
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            cwd=cwd or self.home,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, line + done.stdout + done.stderr
+        return done.stdout
+
+    def log(self, name: str) -> str:
+        path = self.home / f"{name}.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def wait_for(self, condition: Callable[[], Any], what: str, every: float = 0.2) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, f"{what}: nothing after {PATIENCE:g} s"
+            time.sleep(every)
+
+    def kill(self, name: str) -> None:
+        """End a process with SIGKILL, and all its children."""
+        process = self.running.pop(name)
+        for member in family(process.pid):
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        process.wait(timeout=30)
+
+    def has_ended(self, name: str) -> bool:
+        return name not in self.running or self.running[name].poll() is not None
+
+
+class Sites(Processes):
+    """One folder as ``fedloom flower init`` and ``keys`` write it, and the processes that run on it."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder = home / "server"
+        self.keys = self.folder / "keys"
+        self.port = free_port()
+        init_folder(self.folder, port=self.port)
+        make_keys(self.folder, [*SITES, HOSTILE, UNLISTED], [])
+        self.configure("run")
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        super().__init__(home, server_environment(self.folder) | own)
 
     def configure(self, out: str, **sections: Any) -> Path:
         """Write the server's configuration for the next run; return the run's folder."""
         (self.folder / "server.yaml").write_text(yaml.safe_dump({"out": out, "sites": {"expected": 3}, **sections}))
         return self.folder / out
 
-    def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        with open(self.home / f"{name}.log", "ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment or self.environment,
-                cwd=self.folder,
-            )
-
     def start_superlink(self) -> None:
         """Start what ``fedloom flower server`` becomes."""
-        self.start("superlink", server_command(self.folder, insecure=False), self.environment)
+        self.start("superlink", server_command(self.folder, insecure=False))
         self.wait_for(self._is_open, "the SuperLink's port")
 
     def _is_open(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def start_node(
-        self,
-        name: str,
-        config: Path,
-        *,
-        program: Sequence[str] = ("-m", "fedloom.cli"),
-    ) -> None:
+    def start_node(self, name: str, config: Path, *, program: Sequence[str] = ("-m", "fedloom.cli")) -> None:
         """Start ``fedloom flower node``."""
         command = [sys.executable, *program, "flower", "node", str(config), "--port", str(free_port())]
         command += ["--superlink", f"127.0.0.1:{self.port}"]
         command += ["--key", str(self.keys / name), "--ca", str(self.keys / "ca.pem")]
         shared = {k: v for k, v in self.environment.items() if k != "FEDLOOM_SERVER"}
-        self.start(name, command, shared | {"FLWR_HOME": str(config.parent / "flwr")})
+        self.start(name, command, environment=shared | {"FLWR_HOME": str(config.parent / "flwr")})
 
     def start_refused(
         self, label: str, name: str, config: Path, *, ca: Path | None = None, insecure: bool = False
@@ -112,23 +173,15 @@ class Sites:
         """Start the node alone, without what it would need to work."""
         keys = (None, None) if insecure else (self.keys / name, ca or self.keys / "ca.pem")
         command, environment = node_command(config, f"127.0.0.1:{self.port}", *keys, insecure, free_port())
-        self.start(label, command, environment | {"FLWR_HOME": str(config.parent / "flwr"), "NO_COLOR": "1"})
+        own = {"FLWR_HOME": str(config.parent / "flwr"), "NO_COLOR": "1"}
+        self.start(label, command, environment=environment | own)
+
+    def flwr(self, *arguments: str) -> str:
+        return self.call(shlex.join(["flwr", *arguments]), cwd=self.folder)
 
     def register(self, *names: str) -> None:
         for name in names:
             self.flwr("supernode", "register", str(self.keys / f"{name}.pub"), "sites", "--name", name)
-
-    def flwr(self, *arguments: str) -> str:
-        done = subprocess.run(
-            ["flwr", *arguments],
-            capture_output=True,
-            text=True,
-            env=self.environment,
-            cwd=self.folder,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     def submit(self) -> str:
         """``flwr run``; return the run's id."""
@@ -145,36 +198,16 @@ class Sites:
         self.wait_for(lambda: ended.search(self.log("superlink")), "the end of the run")
         return self.flwr("log", run, "sites", "--show")
 
-    def log(self, name: str) -> str:
-        path = self.home / f"{name}.log"
-        return path.read_text(errors="replace") if path.is_file() else ""
-
-    def wait_for(self, condition: Callable[[], Any], what: str, every: float = 0.2) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < end, f"{what}: nothing after {PATIENCE:g} s"
-            time.sleep(every)
-
-    def kill(self, name: str) -> None:
-        """End a process with SIGKILL, and all its children, which Flower starts in sessions of their own."""
-        process = self.processes.pop(name)
-        for member in family(process.pid):
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
-        process.wait(timeout=30)
-
     def working(self, name: str) -> list[psutil.Process]:
         """Return the processes that answer a message for a node now: the forks of its warm copy."""
         try:
-            return [fork for copy in psutil.Process(self.processes[name].pid).children() for fork in copy.children()]
+            return [fork for copy in psutil.Process(self.running[name].pid).children() for fork in copy.children()]
         except psutil.NoSuchProcess:
             return []
 
     def server_app(self) -> psutil.Process:
         """Return the running ServerApp."""
-        lines = {member: _command(member) for member in family(self.processes["superlink"].pid)}
+        lines = {member: _command(member) for member in family(self.running["superlink"].pid)}
         (found,) = [member for member, line in lines.items() if "flwr-serverapp" in line]
         return found
 
@@ -184,10 +217,3 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
-
-
-def family(pid: int) -> list[psutil.Process]:
-    try:
-        return [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return []

@@ -6,7 +6,6 @@ One SuperLink and its nodes serve all tests of this file, in order, since every 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-from flower_processes import HOSTILE, PATIENCE, SITES, UNLISTED, Sites, write_node
+from flower_processes import HOSTILE, PATIENCE, SITES, UNLISTED, Sites, log_of, result_of, states_of, write_node
 
 from fedloom.config import parse_config
 from fedloom.experiment import run
 from fedloom.methods import METHODS
 from fedloom.runtime.loop import Receipt
 from fedloom.types import Order
-from small_world import Wire, World, client_rows, save_backbone, tree, without_seconds
+from small_world import Wire, World, client_rows, save_backbone
 
 #: One worker has the processes of this file, however many there are.
 pytestmark = [pytest.mark.timeout(3 * PATIENCE), pytest.mark.xdist_group("flower processes")]
@@ -58,20 +57,6 @@ def sites(tmp_path_factory: pytest.TempPathFactory, backbones: dict[bool, Path])
         yield found
 
 
-def result_of(out: Path) -> dict[str, Any]:
-    """Return states, log and model; checkpoints also name the configuration, which differs in where rows are."""
-    return {"log": log_of(out), "states": states_of(out), "model": tree(out / "model")}
-
-
-def log_of(out: Path) -> list[dict[str, Any]]:
-    path = out / "rounds.jsonl"
-    return [without_seconds(json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def states_of(out: Path) -> dict[str, bytes]:
-    return {name: data for name, data in tree(out / "checkpoints").items() if name.endswith("state.safetensors")}
-
-
 def simulated_without(
     out: Path, method: dict[str, Any], missing: dict[int, str], names: Sequence[str], rounds: int
 ) -> dict[str, bytes]:
@@ -87,8 +72,8 @@ def simulated_without(
     return states_of(out)
 
 
+#: ``test_deploy_page`` does it with FedIT.
 RUNS: dict[str, dict[str, Any]] = {
-    "fedit": {"name": "fedit"},
     "fedweave": {"name": "fedweave", "warmup_steps": 2},
     "fcmoe": {"name": "fcmoe"},
 }
@@ -189,9 +174,7 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
     def kill_bob_at_work() -> None:
         sites.wait_for(lambda: sites.working("bob"), "bob at work", every=0.02)
         sites.kill("bob")
-        died.append(time.monotonic())
 
-    died: list[float] = []
     sites.submit()
     after(0)
     kill_bob_at_work()
@@ -200,8 +183,7 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
 
     def bob_is_back() -> bool:
         """Flower takes a node for alive for a minute after its last sign of life, and refuses another with its key."""
-        if "bob" not in sites.processes or sites.processes["bob"].poll() is not None:
-            sites.processes.pop("bob", None)
+        if sites.has_ended("bob"):
             sites.start_node("bob", sites.home / "bob" / "node.yaml")
         return sites.log("superlink").count("Activated node_id") > activated
 
