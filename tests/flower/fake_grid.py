@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+from flower_processes import result_of
 from flwr.app import Context, Message, RecordDict
 
 from fedloom.backbones.load import load_backbone
 from fedloom.data.tokenize import tokenizer_hash
+from fedloom.flower_app import load_server, serve
 from fedloom.runtime.events import Observer
 from fedloom.runtime.flower import FlowerTransport, Patience, client_app
 from fedloom.runtime.site import Terms
@@ -104,3 +107,42 @@ def results(world: World) -> dict[str, Any]:
         "checkpoints": {n: c for n, c in tree(world.out / "checkpoints").items() if n.startswith("round-")},
         "log": [without_seconds(record) for record in world.log.read()],
     }
+
+
+#: Every client keeps its moments, so that each has a memory of each round.
+SECTIONS: dict[str, Any] = {
+    "seed": 42,
+    "method": {"name": "fedweave", "warmup_steps": 2},
+    "adapter": {"rank": 2, "alpha": 6.0, "dropout": 0.05},
+    "federation": {"rounds": 3, "min_replies": 2, "participation": 0.75},
+    "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": "keep"},
+    "evaluation": {"generate": False},
+}
+
+
+class Restarts:
+    """Sites that stay, and a server that may end and start again."""
+
+    def __init__(self, home: Path, backbone: Path) -> None:
+        self.home = home
+        self.sections = {**SECTIONS, "backbone": {"name": str(backbone), "threads": 1}}
+        self.nodes = write_sites(home / "sites", backbone)
+        self.write()
+
+    def write(self, deadline: float = 600.0) -> None:
+        """Write the server's configuration."""
+        waits = {"expected": 4, "wait": 0.0, "deadline": deadline}
+        (self.home / "server.yaml").write_text(yaml.safe_dump({"out": "run", "sites": waits, **self.sections}))
+
+    def serve(self, nodes: list[Node] | None = None) -> Notes:
+        """Start the server, with a grid that has forgotten all earlier messages."""
+        notes = Notes()
+        serve(load_server(self.home / "server.yaml"), Grid(self.nodes if nodes is None else nodes), notes)
+        return notes
+
+    def result(self) -> dict[str, Any]:
+        """Return what must be as in a run that nothing stopped. The name of the run is drawn anew for each."""
+        found = result_of(self.home / "run")
+        name = json.loads((self.home / "run" / "sites.json").read_text())["run"]
+        memories = {n.config.parent.name: tree(n.config.parent / "memory" / name) for n in self.nodes}
+        return {**found, "memories": memories}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,28 +14,16 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-import yaml
-from fake_grid import Grid, Node, Notes, write_sites
+from fake_grid import Grid, Restarts
+from flower_processes import result_of
 
 from fedloom import flower_app
 from fedloom.config import parse_config
 from fedloom.experiment import run
-from fedloom.flower_app import load_server, serve
 from fedloom.runtime import checkpoint
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
 from fedloom.runtime.flower import FlowerTransport
-from small_world import tree, without_seconds
-
-#: Every client keeps its moments, so that each has a memory of each round.
-SECTIONS: dict[str, Any] = {
-    "seed": 42,
-    "method": {"name": "fedweave", "warmup_steps": 2},
-    "adapter": {"rank": 2, "alpha": 6.0, "dropout": 0.05},
-    "federation": {"rounds": 3, "min_replies": 2, "participation": 0.75},
-    "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": "keep"},
-    "evaluation": {"generate": False},
-}
 
 
 class Killed(BaseException):
@@ -74,37 +61,6 @@ def fatal(point: Point) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(point.owner, point.attribute, call)
         yield
-
-
-class Restarts:
-    """Sites that stay, and a server that may end and start again."""
-
-    def __init__(self, home: Path, backbone: Path) -> None:
-        self.home = home
-        self.sections = {**SECTIONS, "backbone": {"name": str(backbone), "threads": 1}}
-        self.nodes = write_sites(home / "sites", backbone)
-        waits = {"expected": 4, "wait": 0.0, "deadline": 600.0}
-        (home / "server.yaml").write_text(yaml.safe_dump({"out": "run", "sites": waits, **self.sections}))
-
-    def serve(self, nodes: list[Node] | None = None) -> Notes:
-        """Start the server, with a grid that has forgotten all earlier messages."""
-        notes = Notes()
-        serve(load_server(self.home / "server.yaml"), Grid(self.nodes if nodes is None else nodes), notes)
-        return notes
-
-    def result(self) -> dict[str, Any]:
-        """Return what must be as in a run that nothing stopped. The name of the run is drawn anew for each."""
-        found = result_of(self.home / "run")
-        name = json.loads((self.home / "run" / "sites.json").read_text())["run"]
-        memories = {n.config.parent.name: tree(n.config.parent / "memory" / name) for n in self.nodes}
-        return {**found, "memories": memories}
-
-
-def result_of(out: Path) -> dict[str, Any]:
-    """Return states, log and model; checkpoints also name the configuration, which differs in where rows are."""
-    log = [without_seconds(json.loads(line)) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    states = {name: data for name, data in tree(out / "checkpoints").items() if name.endswith("state.safetensors")}
-    return {"log": log, "states": states, "model": tree(out / "model")}
 
 
 def of_round(number: int, kind: str = "fit") -> Any:
