@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import socket
+import ssl
 import sys
 import tomllib
 from collections.abc import Callable
@@ -198,11 +200,11 @@ def server_command(folder: Path, insecure: bool) -> list[str]:
     Raises:
         ConfigError: a file of the folder is missing or wrong, or Flower is.
     """
-    from fedloom.flower_app import load_server
     from fedloom.runtime.flower import require_flower
 
     require_flower()
-    load_server(folder / "server.yaml")
+    if not (folder / "server.yaml").is_file():
+        raise ConfigError(f"{folder} holds no server.yaml: fedloom flower init makes such a folder.")
     file, keys = folder / "flwr" / "config.toml", folder.resolve() / "keys"
     try:
         port = tomllib.loads(file.read_text(encoding="utf-8"))["superlink"]["sites"]["address"].rpartition(":")[2]
@@ -224,6 +226,39 @@ def become_flwr(folder: Path, *arguments: str) -> NoReturn:
     """Replace this process by Flower's own command line, for an app folder."""
     os.chdir(folder)
     os.execvpe("flwr", ["flwr", *arguments], server_environment(Path()))
+
+
+def knock(superlink: str, ca: Path | None) -> None:
+    """Try the server's door, since Flower's own messages do not tell a wrong CA or plain text from a dead server.
+
+    A server that does not answer at all is no mistake: the node waits for it.
+
+    Raises:
+        ConfigError: one of both speaks TLS and the other does not, or the CA has not signed the server's certificate.
+    """
+    host, _, port = superlink.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--superlink {superlink!r} is not of the form host:port.")
+    context = ssl.create_default_context(cafile=str(ca)) if ca else ssl._create_unverified_context()
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10) as connection,
+            context.wrap_socket(connection, server_hostname=host.strip("[]")),
+        ):
+            found = "TLS"
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"the server's certificate is refused: {error.verify_message}. Is {ca} the server's CA, and is the server "
+            f"{host} one of the --host names of its keys?"
+        ) from error
+    except ssl.SSLError:
+        found = "plain text"
+    except OSError:
+        return
+    if ca is None and found == "TLS":
+        raise ConfigError(f"the server at {superlink} speaks TLS, not plain text: give --key and --ca, not --insecure.")
+    if ca is not None and found == "plain text":
+        raise ConfigError(f"what answers at {superlink} speaks no TLS; nothing is sent to it.")
 
 
 def become_node(command: list[str], environment: dict[str, str]) -> NoReturn:
@@ -305,6 +340,7 @@ def flower_commands(spoken: Callable[[Callable[..., None]], Callable[..., None]]
         port: Annotated[int, typer.Option(min=1, max=65535, help="Local port between node and app.")] = 9094,
     ) -> None:
         """Run this site's node. It runs fedloom as installed here, whatever app the server sends."""
+        knock(superlink, ca)
         command, environment = node_command(config, superlink, key, ca, insecure, port)
         become_node(command, environment)
 

@@ -167,14 +167,21 @@ class Sites(Processes):
         shared = {k: v for k, v in self.environment.items() if k != "FEDLOOM_SERVER"}
         self.start(name, command, environment=shared | {"FLWR_HOME": str(config.parent / "flwr")})
 
-    def start_refused(
-        self, label: str, name: str, config: Path, *, ca: Path | None = None, insecure: bool = False
-    ) -> None:
-        """Start the node alone, without what it would need to work."""
-        keys = (None, None) if insecure else (self.keys / name, ca or self.keys / "ca.pem")
-        command, environment = node_command(config, f"127.0.0.1:{self.port}", *keys, insecure, free_port())
+    def start_bare_node(self, name: str, config: Path) -> None:
+        """Start the SuperNode that ``fedloom flower node`` becomes, without what it would need to work."""
+        keys = self.keys / name, self.keys / "ca.pem"
+        command, environment = node_command(config, f"127.0.0.1:{self.port}", *keys, False, free_port())
         own = {"FLWR_HOME": str(config.parent / "flwr"), "NO_COLOR": "1"}
-        self.start(label, command, environment=environment | own)
+        self.start(name, command, environment=environment | own)
+
+    def refused(self, *options: str) -> str:
+        """Run ``fedloom flower node`` with other options, which must end it; return what it said."""
+        config = write_node(self.home / "refused", SITES[0], self.home)
+        command = [sys.executable, "-m", "fedloom.cli", "flower", "node", str(config)]
+        command += ["--superlink", f"127.0.0.1:{self.port}", *options]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, timeout=PATIENCE)
+        assert done.returncode == 1
+        return done.stderr
 
     def flwr(self, *arguments: str) -> str:
         return self.call(shlex.join(["flwr", *arguments]), cwd=self.folder)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import socket
 import ssl
 import subprocess
 import sys
+import threading
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedloom.errors import ConfigError
 from fedloom.flower_app import load_server
-from fedloom.flower_cli import init_folder, make_keys, node_command
+from fedloom.flower_cli import init_folder, knock, make_keys, node_command, server_command
 from fedloom.runtime.flower import require_flower
 from fedloom.runtime.site import load_site
 
@@ -77,6 +81,21 @@ def test_a_node_needs_keys_or_an_explicit_insecure(tmp_path: Path) -> None:
     assert (other.returncode, other.stderr) == (1, "fedloom: this node runs no flwr-agentapp\n")
 
 
+def test_a_server_needs_keys_or_an_explicit_insecure(tmp_path: Path) -> None:
+    init_folder(tmp_path / "sites", port=8123)
+    with pytest.raises(ConfigError, match=r"holds no server\.key"):
+        server_command(tmp_path / "sites", insecure=False)
+    plain = server_command(tmp_path / "sites", insecure=True)
+    assert plain[plain.index("--host") + 1] == "127.0.0.1"
+    make_keys(tmp_path / "sites", ["hospital"], [])
+    command = server_command(tmp_path / "sites", insecure=False)
+    assert "--enable-supernode-auth" in command
+    assert "--insecure" not in command
+    assert command[command.index("--port") + 1] == "8123"
+    with pytest.raises(ConfigError, match=r"holds no server\.yaml"):
+        server_command(tmp_path, insecure=False)
+
+
 def test_the_guard_replaces_what_would_import_the_servers_app() -> None:
     """By these two names Flower's client program unpacks and loads an app; and nothing heavy comes first."""
     from fedloom.runtime.flower_guard import REPLACED
@@ -109,3 +128,44 @@ def test_a_server_that_cannot_work_is_refused_at_once(change: str, words: str, t
     (tmp_path / "server.yaml").write_text("\n".join(plain.values()))
     with pytest.raises(ConfigError, match=words):
         load_server(tmp_path / "server.yaml")
+
+
+@contextmanager
+def door(context: ssl.SSLContext | None) -> Iterator[str]:
+    """A server that takes one connection, with TLS or without."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                if context is None:
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                else:
+                    context.wrap_socket(connection, server_side=True).close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def test_a_node_says_what_is_wrong_with_the_servers_door(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        make_keys(tmp_path / name, [], [])
+    ca, other = (tmp_path / name / "keys" / "ca.pem" for name in ("mine", "other"))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(ca.parent / "server.pem", ca.parent / "server.key")
+    with door(tls) as place:
+        knock(place, ca)
+    with door(None) as place:
+        knock(place, None)
+    with door(tls) as place, pytest.raises(ConfigError, match=r"certificate is refused: unable to get local issuer"):
+        knock(place, other)
+    with door(tls) as place, pytest.raises(ConfigError, match="speaks TLS, not plain text"):
+        knock(place, None)
+    with door(None) as place, pytest.raises(ConfigError, match="speaks no TLS; nothing is sent"):
+        knock(place, ca)
+    knock(place, ca)  # nobody is there yet: the node waits
+    with pytest.raises(ConfigError, match="host:port"):
+        knock("127.0.0.1", ca)
