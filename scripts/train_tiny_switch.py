@@ -285,6 +285,10 @@ question. Exact: every token of the response is the most likely one. Chance is 2
 |---|---|---|---|---|---|
 {losses}
 
+A warm start for AG News it is not: fine-tuned on 400 rows in one place (8 epochs, batches of 16, AdamW at 1e-3, one
+seed), it names the topic of 32.8, 47.4, 58.6 and 56.6% of 500 other training rows after 2, 4, 6 and 8 epochs;
+untrained, 28.6, 55.6, 59.8 and 57.0%. Naive Bayes on bags of the same 400 rows' tokens has 72.6%.
+
 Tokens that the least and the most used expert get, and how many equally used experts would have the same entropy:
 
 | sparse layer | least | most | effective experts |
@@ -299,7 +303,8 @@ Tokens beyond the capacity of their expert, which pass by the residual only: {dr
 
 {run.steps:,} steps, AdamW, peak learning rate {PEAK_LR:g}, cosine with warm-up; balance loss × {BALANCE:g} and
 z-loss × {Z:g} of each sparse layer, without padding. {run.seconds / 60:.1f} minutes on an {cpu_name()}
-processor (threads: {threads}, shared with other work), with Python {platform.python_version()}, torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}.
+processor (threads: {threads}, shared with other work), with Python
+{platform.python_version()}, torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}.
 
 Licence: MIT, as the data.
 """
