@@ -166,7 +166,9 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     wanted = site_config.backbone
     backbone = load_backbone(wanted.name, dtype=wanted.dtype, device=wanted.device)
     resumed = (out / "sites.json").is_file()
-    known = json.loads((out / "sites.json").read_text("utf-8")) if resumed else {"run": secrets.token_hex(8)}
+    known: dict[str, Any] = {"run": secrets.token_hex(8)}
+    if resumed:
+        known = json.loads((out / "sites.json").read_text("utf-8"))
     transport = FlowerTransport(
         grid,
         Terms(
@@ -195,7 +197,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         transport.gather(clients)
     config = site_config.of(clients)
     method = config.build_method()
-    hellos: dict[str, dict[str, Plain]] = known.get("hello") or {n: transport.cards[n].hello for n in clients}
+    hellos = known.get("hello") or {name: transport.cards[name].hello for name in clients}
     data = server_data(config, backbone, {name: row_counts(hello) for name, hello in hellos.items()})
     spec = adapter_spec(config, method, backbone)
     shapes = {} if spec.native else target_modules(backbone.model, spec.targets)

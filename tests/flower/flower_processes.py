@@ -179,8 +179,9 @@ class Sites(Processes):
         config = write_node(self.home / "refused", SITES[0], self.home)
         command = [sys.executable, "-m", "fedloom.cli", "flower", "node", str(config)]
         command += ["--superlink", f"127.0.0.1:{self.port}", *options]
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, timeout=PATIENCE)
-        assert done.returncode == 1
+        wide = self.environment | {"COLUMNS": "300"}
+        done = subprocess.run(command, capture_output=True, text=True, env=wide, timeout=PATIENCE)
+        assert done.returncode == 1, done.stderr
         return done.stderr
 
     def flwr(self, *arguments: str) -> str:
