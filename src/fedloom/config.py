@@ -14,7 +14,7 @@ from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
-from fedloom.methods.sums import Privacy
+from fedloom.methods.sums import Privacy, SecureAggregation
 from fedloom.types import Training, Wire
 
 
@@ -160,6 +160,17 @@ class PrivacyConfig(Section):
         return Privacy(**self.model_dump())
 
 
+class SecaggConfig(Section):
+    """Secure aggregation; see ``methods.sums.SecureAggregation`` and docs/privacy.md."""
+
+    threshold: float = Field(2 / 3, gt=0.5, le=1)
+    min_contributors: int = Field(3, ge=2)
+    reveal_signatures: bool = False
+
+    def ordered(self) -> SecureAggregation:
+        return SecureAggregation(**self.model_dump())
+
+
 class EvaluationConfig(Section):
     """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
@@ -207,6 +218,7 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     privacy: PrivacyConfig | None = None
+    secagg: SecaggConfig | None = None
 
     def build_method(self) -> Method:
         """Return the method with its options."""
@@ -214,8 +226,11 @@ class Config(Section):
         method = kind(kind.Options(**(self.method.model_extra or {})))
         server = self.server.ordered()
         server.check(method)
-        if self.privacy is not None:
-            self.privacy.ordered().check(method, server)
+        privacy = None if self.privacy is None else self.privacy.ordered()
+        if privacy is not None:
+            privacy.check(method, server)
+        if self.secagg is not None:
+            self.secagg.ordered().check(method, server, self.federation.wire, privacy)
         return method
 
 

@@ -25,8 +25,9 @@ def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]
     sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing", "personalised")}
     if sections["federation"]["wire"] == "none":  # a checkpoint from before the key
         del sections["federation"]["wire"]
-    if sections["privacy"] is None:
-        del sections["privacy"]
+    for section in ("privacy", "secagg"):
+        if sections[section] is None:
+            del sections[section]
     return sections | {
         "backbone_hash": backbone.hash,
         "tokenizer_hash": tokenizer_hash(backbone.tokenizer),

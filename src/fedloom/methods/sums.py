@@ -64,6 +64,36 @@ class Privacy:
             raise ConfigError(f"privacy: {method.title} cannot be protected so: {reason}.")
 
 
+@dataclass(frozen=True)
+class SecureAggregation:
+    """The server sees sums of updates only.
+
+    Attributes:
+        threshold: share of a round's clients that must stay to its end; as many together could uncover one.
+        min_contributors: an expert or router to which fewer contribute is not updated in that round.
+        reveal_signatures: clients may be asked one by one before round 1, though the server sees what they answer.
+    """
+
+    threshold: float = 2 / 3
+    min_contributors: int = 3
+    reveal_signatures: bool = False
+
+    def check(self, method: Method, server: ServerStep, wire: str, privacy: Privacy | None) -> None:
+        """Refuse what cannot be summed so.
+
+        Raises:
+            ConfigError: naming the method or option, and the reason.
+        """
+        check_summed("secagg", method, server)
+        if wire != "none":
+            raise ConfigError(f"secagg: a masked sum cannot be compressed. Leave federation.wire ({wire!r}) at 'none'.")
+        if method.has_probe and not self.reveal_signatures and privacy is None:
+            raise ConfigError(
+                f"secagg: {method.title} compares the clients' signatures before round 1, one by one, which no sum can "
+                "replace. Set secagg.reveal_signatures to let the server see them, or add noise to them (privacy)."
+            )
+
+
 def check_summed(section: str, method: Method, server: ServerStep) -> None:
     """Refuse a server rule that needs more than sums.
 
@@ -89,11 +119,13 @@ class Totals:
         sums: name → Σ weight · update, float64.
         weights: component → Σ weight.
         contributors: component → how many clients sent it.
+        loss: Σ examples · loss and Σ examples, where only the sum is known.
     """
 
     sums: Tensors = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     contributors: dict[str, int] = field(default_factory=dict)
+    loss: tuple[float, int] = (0.0, 0)
 
     def take_in(self, reply: Reply) -> None:
         """Add one reply."""

@@ -13,11 +13,11 @@ from fedloom.config import Config
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
-from fedloom.methods.sums import Privacy
+from fedloom.methods.sums import Privacy, SecureAggregation, Totals
 from fedloom.numerics.tree import norm
 from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply, printable, reach
 from fedloom.runtime.wire import decode_reply
-from fedloom.types import Order, Plain, Reply, Tensors, Wire
+from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire
 
 #: A reason may quote what a client sent, which may be long.
 MAX_REASON = 500
@@ -61,6 +61,7 @@ class Federation:
         server: weights, aggregation and optimiser around the method's own merge.
         wire: how replies are compressed.
         privacy: how clients are kept from being known by the model.
+        secagg: how the server is kept from seeing single updates.
     """
 
     rounds: int = 20
@@ -72,6 +73,11 @@ class Federation:
     server: ServerStep = field(default_factory=ServerStep)
     wire: Wire = "none"
     privacy: Privacy | None = None
+    secagg: SecureAggregation | None = None
+
+    def uniform(self, method: Method) -> bool:
+        """Return whether all clients weigh the same."""
+        return (method.weights if self.server.weights == "method" else self.server.weights) == "uniform"
 
     @property
     def changes(self) -> bool:
@@ -82,7 +88,9 @@ class Federation:
 def federation_of(config: Config) -> Federation:
     """Return how a configuration has rounds run."""
     privacy = None if config.privacy is None else config.privacy.ordered()
-    return Federation(**config.federation.model_dump(), server=config.server.ordered(), privacy=privacy)
+    secagg = None if config.secagg is None else config.secagg.ordered()
+    server = config.server.ordered()
+    return Federation(**config.federation.model_dump(), server=server, privacy=privacy, secagg=secagg)
 
 
 @dataclass(frozen=True)
@@ -126,17 +134,22 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Answers:
-    """What became of a round's orders: ``receipts`` of all that answered, and what was made of them."""
+    """What became of a round's orders: ``receipts`` of all that answered, and what was made of them.
 
-    replies: Accepted
+    ``totals`` is there where the server knows no more than sums.
+    """
+
+    replies: Replies
     receipts: Sequence[Receipt]
     quarantined: dict[str, str]
     absent: list[str]
     seconds: float
+    totals: Totals | None = None
 
     def record(self) -> dict[str, Plain]:
         """Describe the exchange for the log."""
-        accepted = {usable.receipt.client: usable for usable in self.replies.found}
+        found = self.replies.found if isinstance(self.replies, Accepted) else []
+        accepted = {usable.receipt.client: usable for usable in found}
         clients = {}
         weights: dict[str, int] = {}
         weighted_loss, supervised = 0.0, 0
@@ -154,6 +167,9 @@ class Answers:
                 weights[unit] = weights.get(unit, 0) + count
             if "loss" in metrics:
                 weighted_loss, supervised = weighted_loss + examples * metrics["loss"], supervised + examples
+        if self.totals is not None:
+            weights = {unit: int(weight) for unit, weight in self.totals.weights.items()}
+            weighted_loss, supervised = self.totals.loss
         return {
             "train_loss": weighted_loss / supervised if supervised else None,
             "clients": clients,

@@ -28,11 +28,13 @@ class Leaving:
         feedback: what compression left over is added to the next update. This needs a server that adds updates up: to
             one that draws new factors every round the rest of an old one means nothing.
         privacy: clip, and say nothing of numbers of examples.
+        uniform: in a secure sum every client weighs the same.
     """
 
     wire: Wire = "none"
     feedback: bool = False
     privacy: Privacy | None = None
+    uniform: bool = False
 
 
 def leaving_of(config: Config, method: Method) -> Leaving:
@@ -41,6 +43,7 @@ def leaving_of(config: Config, method: Method) -> Leaving:
         wire=config.federation.wire,
         feedback=config.federation.wire == "int8" and method.summed and config.server.aggregation == "factors",
         privacy=None if config.privacy is None else config.privacy.ordered(),
+        uniform=(method.weights if config.server.weights == "method" else config.server.weights) == "uniform",
     )
 
 

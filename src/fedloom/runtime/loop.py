@@ -18,6 +18,7 @@ from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, ju
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.private import check_target, epsilon, poisson_cohort, privatised, source_of, spending
+from fedloom.runtime.secure_round import secure_exchange
 from fedloom.types import Order, Plain, Replies, Setup, State, Training
 
 __all__ = ["MAX_REASON", "Answers", "Federation", "Receipt", "Transport", "federate", "judge"]
@@ -29,6 +30,12 @@ class Transport(Protocol):
     def exchange(
         self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
     ) -> list[Receipt]: ...
+
+    def ask(
+        self, method: Method, round: int, messages: dict[str, bytes], memories: dict[str, str], observer: Observer
+    ) -> list[Receipt]:
+        """Carry messages of a secure round; see ``runtime.secure_client``."""
+        ...
 
     def committed(self, memory_versions: set[str]) -> None:
         """A checkpoint was committed; only these versions of client memories are still named by one."""
@@ -63,6 +70,8 @@ def federate(
     def exchange(kind: str, state: State, cohort: Sequence[str], memories: dict[str, str]) -> Answers:
         orders = make_orders(method, kind, state, cohort, training)
         start = time.perf_counter()
+        if kind == "fit" and federation.secagg is not None:
+            return secure_exchange(method, transport, orders, memories, federation, observer)
         receipts = transport.exchange(method, orders, memories, observer) if orders else []
         answers = judge(method, orders, receipts, federation, time.perf_counter() - start)
         memories.update({r.client: r.memory for r in receipts if r.memory is not None})
@@ -76,7 +85,7 @@ def federate(
             return answers.replies
         orders = make_orders(method, "fit", state, admitted, training)
         source = torch.Generator().manual_seed(source_of(privacy, setup.seed, "noise", state.round))
-        totals = totals_of(Uniform(answers.replies))
+        totals = answers.totals if answers.totals is not None else totals_of(Uniform(answers.replies))
         reply, factor = privatised(method, orders, totals, privacy, federation.participation, source)
         record["privacy"] = spent(state.round) | {"noise_to_signal": factor if math.isfinite(factor) else None}
         if factor > privacy.warn:

@@ -6,14 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fedloom.errors import SiteRefusal, UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.runtime.client import LocalClient, Rows, Workbench
 from fedloom.runtime.events import Observer
 from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import MemoryFolder
+from fedloom.runtime.secagg import SecureClient
+from fedloom.runtime.secure_client import Work, answer, work_for_sum
 from fedloom.runtime.wire import decode_order, encode_order
-from fedloom.types import Order
+from fedloom.types import Order, Plain
 
 
 class Simulator:
@@ -46,6 +49,7 @@ class Simulator:
         self.memory = memory
         self.spool = spool
         self.leaving = leaving or Leaving()
+        self.secrets: dict[str, SecureClient] = {}  # what clients know between the stages of a secure round
 
     def exchange(
         self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
@@ -65,11 +69,37 @@ class Simulator:
     def committed(self, memory_versions: set[str]) -> None:
         self.memory.forget_all_but(memory_versions)
 
-    def _ask(self, method: Method, order: Order, version: str | None, observer: Observer) -> Receipt:
-        start = time.perf_counter()
-        down = encode_order(order)
-        order = decode_order(down)
-        client = LocalClient(
+    def ask(
+        self, method: Method, round: int, messages: dict[str, bytes], memories: dict[str, str], observer: Observer
+    ) -> list[Receipt]:
+        """See ``loop.Transport``."""
+        self.spool.mkdir(parents=True, exist_ok=True)
+        receipts = []
+        for index, (name, message) in enumerate(messages.items()):
+            observer.client(name, index, len(messages))
+            receipts.append(self._answer(method, round, name, message, memories.get(name), observer))
+        return receipts
+
+    def _answer(
+        self, method: Method, round: int, name: str, message: bytes, version: str | None, observer: Observer
+    ) -> Receipt:
+        start, path = time.perf_counter(), self.spool / f"{name}.secure"
+
+        def work(body: bytes, plan: dict[str, Plain]) -> Work:
+            order = decode_order(body)
+            return work_for_sum(method, self._client(order, version, observer), order, plan, self.leaving)
+
+        try:
+            up, kept = answer(self.secrets.setdefault(name, SecureClient(name)), message, work)
+        except (SiteRefusal, UpdateRejected) as refusal:
+            return Receipt(name, path, 0, len(message), time.perf_counter() - start, refused=str(refusal))
+        path.write_bytes(up)
+        if kept is not None:
+            version = self.memory.write(name, round, kept)
+        return Receipt(name, path, len(up), len(message), time.perf_counter() - start, version)
+
+    def _client(self, order: Order, version: str | None, observer: Observer) -> LocalClient:
+        return LocalClient(
             name=order.client,
             rows=self.clients[order.client],
             bench=self.bench,
@@ -78,7 +108,12 @@ class Simulator:
             round=order.round,
             on_step=observer.step,
         )
-        up, kept = leave(method, client, order, self.leaving)
+
+    def _ask(self, method: Method, order: Order, version: str | None, observer: Observer) -> Receipt:
+        start = time.perf_counter()
+        down = encode_order(order)
+        order = decode_order(down)
+        up, kept = leave(method, self._client(order, version, observer), order, self.leaving)
         path = self.spool / f"{order.client}.safetensors"
         path.write_bytes(up)
         if kept is not None:
