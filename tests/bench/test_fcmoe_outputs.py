@@ -82,10 +82,10 @@ def test_table_one_by_hand_with_the_papers_numbers_apart(tables):
     assert ours["minus FC-MoE: accuracy"] == ""
     assert found["0.1", "FedAvg"]["minus FC-MoE: accuracy n"] == "2"
     assert "**0.7050 ± 0.0071**" in tables["fcmoe_table1_ag_news"].markdown()
-    absent = found["0.5", "PFL-MoE (paper only, not implemented)"]
+    absent = found["0.5", "PFL-MoE (paper only)"]
     assert (absent["accuracy"], absent["accuracy n"], absent["paper: accuracy"]) == ("", "0", "0.9041")
     notes = " ".join(tables["fcmoe_table1_ag_news"].notes)
-    assert "fedloom has no PFL-MoE" in notes
+    assert "PFL-MoE's global model is FedAvg's" in notes
     assert "A client of FedMoE holds and trains 50% of the experts" in notes
 
 
