@@ -50,6 +50,7 @@ from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.flower import FlowerTransport, Patience, require_flower
+from fedloom.runtime.leaving import leaving_of
 from fedloom.runtime.loop import federate
 from fedloom.runtime.site import Terms
 from fedloom.types import Plain, Setup
@@ -112,6 +113,8 @@ def load_server(path: Path) -> SiteRunConfig:
         raise ConfigError(f"{path}: {method.title} pools all rows in one place, which sites are there to avoid.")
     if type(method).assembled is not Method.assembled:
         raise ConfigError(f"{path}: {method.title} is measured on what clients keep, which the server has not.")
+    if config.secagg is not None:
+        raise ConfigError(f"{path}: secagg works in simulations only as yet; leave it out.")
     if config.evaluation.personalised:
         raise ConfigError(f"{path}: evaluation.personalised needs the clients' rows, which the server has not.")
     if config.federation.min_replies > config.sites.expected:
@@ -169,6 +172,8 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     known: dict[str, Any] = {"run": secrets.token_hex(8)}
     if resumed:
         known = json.loads((out / "sites.json").read_text("utf-8"))
+    blank = site_config.of(["site"])
+    leaving = leaving_of(blank, blank.build_method())
     transport = FlowerTransport(
         grid,
         Terms(
@@ -178,6 +183,9 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
             options=site_config.method.model_extra or {},
             backbone=backbone.hash,
             tokenizer=tokenizer_hash(backbone.tokenizer),
+            wire=leaving.wire,
+            feedback=leaving.feedback,
+            privacy=site_config.privacy,
         ),
         Patience(
             expected=site_config.sites.expected,

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -228,6 +229,21 @@ def become_flwr(folder: Path, *arguments: str) -> NoReturn:
     os.execvpe("flwr", ["flwr", *arguments], server_environment(Path()))
 
 
+def run_app(folder: Path, insecure: bool) -> None:
+    """Start the run and show its log to the end.
+
+    Raises:
+        ConfigError: it has not come to a good end, which Flower's exit code does not tell.
+    """
+    plain = yaml.safe_load((folder / "server.yaml").read_text(encoding="utf-8"))
+    finished = folder / plain["out"] / "metrics.json"
+    before = finished.stat().st_mtime_ns if finished.is_file() else None
+    command = ["flwr", "run", "app", "insecure" if insecure else "sites", "--stream"]
+    subprocess.run(command, cwd=folder, env=server_environment(folder), check=False)
+    if not finished.is_file() or finished.stat().st_mtime_ns == before:
+        raise ConfigError("the run has not finished; the log above says why. The same command goes on with it.")
+
+
 def knock(superlink: str, ca: Path | None) -> None:
     """Try the server's door, since Flower's own messages do not tell a wrong CA or plain text from a dead server.
 
@@ -327,7 +343,7 @@ def flower_commands(spoken: Callable[[Callable[..., None]], Callable[..., None]]
         insecure: Annotated[bool, typer.Option("--insecure", help="The server runs with --insecure.")] = False,
     ) -> None:
         """Start the run at the running server, or go on with it; its log is shown until it ends."""
-        become_flwr(folder, "run", "app", "insecure" if insecure else "sites", "--stream")
+        run_app(folder, insecure)
 
     @flower.command()
     @spoken

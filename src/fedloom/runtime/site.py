@@ -11,16 +11,17 @@ import torch
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from fedloom.backbones.load import cache_dir, load_backbone
-from fedloom.config import BackboneConfig, Section, explained, read_yaml
+from fedloom.config import BackboneConfig, PrivacyConfig, Section, explained, read_yaml
 from fedloom.data.sources import read_examples
 from fedloom.data.tokenize import encode, tokenizer_hash
 from fedloom.errors import SiteRefusal
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
-from fedloom.runtime.client import LocalClient, Rows, Workbench, carry_out
+from fedloom.runtime.client import LocalClient, Rows, Workbench
+from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
-from fedloom.runtime.wire import decode_order, encode_reply
-from fedloom.types import AdapterSpec, Order, Plain, Training
+from fedloom.runtime.wire import decode_order
+from fedloom.types import AdapterSpec, Order, Plain, Training, Wire
 from fedloom.version import __version__
 
 #: A server that starts again goes on from one of its two checkpoints, which name memories of earlier rounds.
@@ -82,6 +83,7 @@ class Terms(Section):
         backbone: hash of the server's backbone.
         tokenizer: hash of its tokenizer.
         memory: round of the memory to go on from; None is none.
+        wire, feedback, privacy: how a reply leaves; see ``runtime.leaving``.
     """
 
     run: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -91,6 +93,12 @@ class Terms(Section):
     backbone: Digest
     tokenizer: Digest
     memory: int | None = Field(None, ge=0, le=10**9)
+    wire: Wire = "none"
+    feedback: bool = False
+    privacy: PrivacyConfig | None = None
+
+    def leaving(self) -> Leaving:
+        return Leaving(self.wire, self.feedback, None if self.privacy is None else self.privacy.ordered())
 
     def build_method(self) -> Method:
         """Return the method, of the code that is installed here.
@@ -205,11 +213,11 @@ class Site:
             run_seed=terms.seed,
             round=order.round,
         )
-        reply, kept = carry_out(method, client, order)
+        encoded, kept = leave(method, client, order, terms.leaving())
         if kept is not None:
             memory.write(self.config.client, order.round, kept)
             self._forget(memory, order.round)
-        return encode_reply(reply, order.round), kept is not None
+        return encoded, kept is not None
 
     def _read(self, payload: bytes) -> Order:
         limits = self.config.limits
