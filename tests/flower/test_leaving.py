@@ -38,3 +38,15 @@ def test_replies_leave_a_site_as_they_leave_a_simulated_client(
     rows = {node.config.parent.name: str(node.config.parent / "rows.jsonl") for node in sites.nodes}
     run(parse_config({**sites.sections, "data": {"clients": rows}}), tmp_path / "simulated")
     assert result_of(tmp_path / "run") == result_of(tmp_path / "simulated")
+
+
+def test_with_privacy_no_site_says_how_many_rows_it_has(backbone_folder: Path, tmp_path: Path) -> None:
+    sites = Restarts(tmp_path, backbone_folder)
+    sites.sections |= {"method": {"name": "fedit"}, **CHOICES["private"]}
+    sites.write()
+    notes = sites.serve()
+    assert "ann is there." in notes.said
+    known = (tmp_path / "run" / "sites.json").read_text()
+    assert '"client": "ann"' in known
+    assert "examples" not in known
+    assert "rows" not in known

@@ -306,7 +306,7 @@ class FlowerTransport:
     def _tell(self, waiting_for: Iterable[str] = ()) -> None:
         if self.presence is not None:
             about = {"last_seen": self.last_seen, "refused": self.refused, "waiting_for": sorted(waiting_for)}
-            examples = {name: card.hello["examples"] for name, card in self.cards.items()}
+            examples = {name: card.hello.get("examples", 0) for name, card in self.cards.items()}
             write_json(self.presence, {**about, "examples": examples})
 
     def _enough(self, clients: set[str]) -> dict[str, int]:
@@ -361,7 +361,8 @@ class FlowerTransport:
         for what in ("backbone", "tokenizer"):
             if (said := mismatch(what, str(hello.get(what)), getattr(self.terms, what))) is not None:
                 raise UpdateRejected(f"{name}: {said}")
-        if type(hello.get("examples")) is not int or not 1 <= hello["examples"] < 1 << 40:
+        examples = hello.get("examples") if self.terms.privacy is None else 1
+        if type(examples) is not int or not 1 <= examples < 1 << 40:
             raise UpdateRejected(f"{name} counts no examples")
         other = self.cards.get(name)
         if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
@@ -370,7 +371,8 @@ class FlowerTransport:
         self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
         self.refused.pop(str(node.node_id), None)
         self._seen(name)
-        self.observer.say(f"{name} is there, with {hello['examples']} examples.")
+        counted = "" if self.terms.privacy is not None else f", with {examples} examples"
+        self.observer.say(f"{name} is there{counted}.")
 
     def _receive(self, message: Any, order: Order, down: int, seconds: float) -> Receipt | None:
         """Write a reply to the spool, unread but for its header and checksum; None if Flower brings no reply."""

@@ -172,7 +172,7 @@ class Site:
                 raise SiteRefusal(said)
 
     def hello(self, terms: Terms) -> dict[str, Plain]:
-        """Return what the server may know of this site: its name, hashes and counts.
+        """Return what the server may know of this site: its name, hashes and, without privacy, counts.
 
         Raises:
             SiteRefusal: see ``check``, or there is nothing to train on.
@@ -180,11 +180,15 @@ class Site:
         self.check(terms)
         if not len(self.rows):
             raise SiteRefusal(f"{self.config.client} holds no usable example")
-        return {
+        known = {
             "client": self.config.client,
             "fedloom": __version__,
             "backbone": self.backbone.hash,
             "tokenizer": self.tokenizer_hash,
+        }
+        if terms.privacy is not None:  # a number of rows tells of one row
+            return known
+        return known | {
             "examples": len(self.rows),
             "rows": dict(self.counts),
             "truncated": self.encoding.truncated,
