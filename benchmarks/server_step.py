@@ -1,8 +1,9 @@
 """One round's server step of FC-MoE against a plain weighted mean of the same replies, and against reading them.
 
 Replies lie on disk and are read one by one, as in a run: N clients × P float32 parameters, half of them in 2 × 8
-experts, every expert used by every client, every second client opposing. Peak memory is that of a process of its own
-beyond what it held before the step, in sizes of one update.
+experts, every expert used by every client, every second client opposing. There are at most DISTINCT different replies,
+each under several names, so that the disk need not hold N and is not what is measured. Peak memory is that of a process
+of its own beyond what it held before the step, in sizes of one update.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fedloom.runtime.wire import decode_reply, encode_reply
 from fedloom.types import AdapterSpec, Reply, State, Tensors, component
 
 REPEATS = 3
+DISTINCT = 8
 EXPERTS = [f"experts/block.{layer}.mlp.{e}" for layer in range(2) for e in range(8)]
 
 
@@ -38,7 +40,7 @@ class OnDisk:
 
     def __iter__(self) -> Iterator[Reply]:
         for path in self.paths:
-            yield decode_reply(path, path.name, 1)
+            yield decode_reply(path, path.stem, 1)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -55,6 +57,9 @@ def tensors(parameters: int, seed: int) -> Tensors:
 
 def write_replies(folder: Path, clients: int, parameters: int) -> None:
     for i in range(clients):
+        if i >= DISTINCT:
+            os.link(folder / f"client-{i % DISTINCT:03d}.0", folder / f"client-{i % DISTINCT:03d}.{i // DISTINCT}")
+            continue
         send = tensors(parameters, i)
         for name, tensor in send.items():
             tensor.mul_(1e-3).add_(-2e-4 if i % 2 else 3e-4)
@@ -62,7 +67,7 @@ def write_replies(folder: Path, clients: int, parameters: int) -> None:
         units = dict.fromkeys(map(component, send), 10 + i)
         active = dict.fromkeys(EXPERTS, 100 + i)
         reply = Reply(f"client-{i:03d}", send, {"examples": 10 + i} | units, {}, {"activations": active})
-        (folder / reply.client).write_bytes(encode_reply(reply, 1))
+        (folder / f"{reply.client}.0").write_bytes(encode_reply(reply, 1))
 
 
 def sides(folder: Path, parameters: int) -> dict[str, Callable[[], object]]:
@@ -86,9 +91,10 @@ def measure(args: Namespace) -> list[Comparison]:
     what = f"server step, {args.clients} clients × {update / 4e6:.3g} M parameters"
     found = [
         compare(what, seconds, "FC-MoE", other, target)
-        for other, target in (("weighted mean", "<= 3"), ("reading once", ""), ("bytes once", ""))
+        for other, target in (("weighted mean", "<= 3"), ("reading once", ""), ("bytes once", "<= 4"))
     ]
-    found[0].note = "peak memory, updates: " + ", ".join(f"{side} {peak:.2f}" for side, peak in peaks.items()) + "."
+    measured = ", ".join(f"{side} {peak:.2f}" for side, peak in peaks.items())
+    found[0].note = f"{min(DISTINCT, args.clients)} different replies; peak memory, updates: {measured}."
     return found
 
 
