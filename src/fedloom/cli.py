@@ -303,6 +303,7 @@ def status(
 ) -> None:
     """Say where a run stands: rounds, sites, experts and who trains them."""
     from fedloom.report.status import read_status
+    from fedloom.report.wording import size
 
     found = read_status(out)
     if as_json:
@@ -313,14 +314,18 @@ def status(
     console.print(harmless(f"{found.method} · {done} · {state}"))
     if found.waiting_for:
         console.print(harmless(f"waiting for {', '.join(found.waiting_for)}"))
-    headings = ("site", "last seen", "round", "examples", "used", "absent", "up", "down", "quarantined")
-    table = Table(*headings)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("site", "last seen", "examples", "used", "absent", "quarantined", "up", "down"):
+        table.add_column(heading, justify="left" if heading in ("site", "last seen") else "right", overflow="fold")
     for name, site in found.sites.items():
-        why = "; ".join(f"round {number}: {reason}" for number, reason in site.quarantined.items())
-        numbers = (site.last_round, site.examples, site.rounds, len(site.absent), site.bytes_up, site.bytes_down)
-        shown = ["–" if number is None else f"{number:,}" for number in numbers]
-        table.add_row(harmless(name), site.last_seen or "–", *shown, harmless(why))
+        seen = "–" if site.last_round is None else f"round {site.last_round}"
+        numbers = (site.examples, site.rounds, len(site.absent), len(site.quarantined))
+        sizes = (size(site.bytes_up), size(site.bytes_down))
+        table.add_row(harmless(name), site.last_seen_words() or seen, *map(str, numbers), *sizes)
     console.print(table)
+    for name, site in found.sites.items():
+        for number, reason in site.quarantined.items():
+            console.print(harmless(f"{name}, round {number}, quarantined: {reason}"))
     for node, why in found.refused.items():
         console.print(harmless(f"node {node} is refused: {why}"))
     for expert, clients in found.experts.items():

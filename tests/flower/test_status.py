@@ -128,11 +128,27 @@ def read_status_of(sites: dict[str, SiteStatus]) -> Any:
 
 
 def test_the_command_prints_it(home: Path, tmp_path: Path) -> None:
-    wide = {"COLUMNS": "200"}
-    said = CliRunner().invoke(app, ["status", str(home / "run")], env=wide)
+    said = CliRunner().invoke(app, ["status", str(home / "run")], env={"COLUMNS": "80"})
     assert said.exit_code == 0, said.output
-    for words in ("fedweave · round 3 of 3 · finished", "round 1: the payload has only 2 bytes", "experts/0: ann ("):
+    for words in (
+        "fedweave · round 3 of 3 · finished",
+        "bob, round 1, quarantined: the payload has only 2 bytes",
+        "experts/0: ann (",
+    ):
         assert words in said.output
+    (bob,) = [line.split() for line in said.output.splitlines() if line.startswith("bob ")]
+    assert bob[-8:-4] == ["5", "2", "0", "1"]  # examples, used, absent, quarantined
+
+
+def test_times_are_told_in_words() -> None:
+    site = SiteStatus(last_seen="2026-01-02T03:04:05+00:00")
+    for now, words in (("03:04:06", "1 s ago"), ("03:05:50", "105 s ago"), ("03:06:05", "2 min ago")):
+        assert site.last_seen_words(datetime.fromisoformat(f"2026-01-02T{now}+00:00")) == words
+    assert site.last_seen_words(datetime.fromisoformat("2026-01-05T03:04:05+00:00")) == "3 d ago"
+    assert SiteStatus().last_seen_words() == ""
+
+
+def test_the_command_prints_json_and_refuses_other_folders(home: Path, tmp_path: Path) -> None:
     plain = CliRunner().invoke(app, ["status", str(home / "run"), "--json"])
     assert json.loads(plain.output)["sites"]["cyd"]["absent"] == [1]
     nothing = CliRunner().invoke(app, ["status", str(tmp_path)])

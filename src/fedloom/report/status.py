@@ -38,6 +38,16 @@ class SiteStatus:
     quarantined: dict[int, str] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
 
+    def last_seen_words(self, now: datetime | None = None) -> str:
+        """Return how long ago that was, or nothing."""
+        if self.last_seen is None:
+            return ""
+        seconds = int(((now or datetime.now(UTC)) - datetime.fromisoformat(self.last_seen)).total_seconds())
+        for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+            if seconds >= 2 * size:
+                return f"{seconds // size} {unit} ago"
+        return f"{max(0, seconds)} s ago"
+
 
 @dataclass(frozen=True)
 class RunStatus:
