@@ -72,23 +72,23 @@ def simulated_without(
     return states_of(out)
 
 
-#: ``test_deploy_page`` does it with FedIT.
+FEDWEAVE = {"name": "fedweave", "warmup_steps": 2}
+#: ``test_deploy_page`` does it with FedIT; FedWeave without compression is killed and attacked below.
 RUNS: dict[str, dict[str, Any]] = {
-    "fedweave": {"name": "fedweave", "warmup_steps": 2},
-    "fcmoe": {"name": "fcmoe"},
+    "fedweave": {"method": FEDWEAVE, "federation": {**SECTIONS["federation"], "wire": "bf16"}},
+    "fcmoe": {"method": {"name": "fcmoe"}, "adapter": {"native": "full"}},
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_processes_give_bitwise_the_simulators_model(
+def test_processes_A5_give_bitwise_the_simulators_model(
     name: str, sites: Sites, backbones: dict[bool, Path], tmp_path: Path
 ) -> None:
-    native = METHODS[name].native
-    sections = {**SECTIONS, "method": RUNS[name], "backbone": {"name": str(backbones[native]), "threads": 1}}
-    if native:
-        sections["adapter"] = {"native": "full"}
+    """FedWeave's replies hold bfloat16 tensors (A5)."""
+    backbone = backbones[METHODS[name].native]
+    sections = {**SECTIONS, **RUNS[name], "backbone": {"name": str(backbone), "threads": 1}}
     for site in SITES:
-        write_node(sites.home / site, site, backbones[native])
+        write_node(sites.home / site, site, backbone)
     there = sites.configure(f"run-{name}", **sections, sites=waits(3))
     said = sites.run()
     assert "Done: " in said, said
@@ -135,7 +135,7 @@ def test_processes_A4_a_hostile_site_changes_nothing_for_the_others(
     sites.register(HOSTILE)
     sites.start_node(HOSTILE, write_node(sites.home / HOSTILE, HOSTILE, backbones[False]), program=program)
     out = sites.configure(
-        "run-hostile", **SECTIONS, method=RUNS["fedweave"], backbone={"name": str(backbones[False])}, sites=waits(4)
+        "run-hostile", **SECTIONS, method=FEDWEAVE, backbone={"name": str(backbones[False])}, sites=waits(4)
     )
     said = sites.run()
     sites.kill(HOSTILE)
@@ -146,7 +146,7 @@ def test_processes_A4_a_hostile_site_changes_nothing_for_the_others(
     assert "truncated or not in safetensors format" in quarantined[2][HOSTILE]
     assert "the reply of dan is quarantined: " in said
     missing = {1: HOSTILE, 2: HOSTILE}
-    assert states_of(out) == simulated_without(tmp_path, RUNS["fedweave"], missing, [*SITES, HOSTILE], 2)
+    assert states_of(out) == simulated_without(tmp_path, FEDWEAVE, missing, [*SITES, HOSTILE], 2)
 
 
 def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
@@ -157,7 +157,7 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
     out = sites.configure(
         "run-killed",
         **sections,
-        method=RUNS["fedweave"],
+        method=FEDWEAVE,
         backbone={"name": str(backbones[False])},
         sites=waits(3, DEADLINE),
     )
@@ -199,4 +199,4 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
     assert records[2]["seconds"] < DEADLINE  # A7: nobody waits for the dead
     assert DEADLINE <= records[4]["seconds"] < DEADLINE + 10
     missing = {1: "bob", 2: "bob", 4: "bob"}
-    assert states_of(out) == simulated_without(tmp_path, RUNS["fedweave"], missing, SITES, 4)
+    assert states_of(out) == simulated_without(tmp_path, FEDWEAVE, missing, SITES, 4)
