@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.adapters.native_blend import BIAS, DELTA, GATE, no_difference
 from fedloom.errors import AdapterError
 from fedloom.methods.fedavg_moe import FedAvgMoE
 from fedloom.methods.pfl_moe import PFLMoE, PFLMoEOptions
+from fedloom.numerics.init import BIAS, DELTA, GATE, no_difference
 from fedloom.numerics.tree import place
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, Order, State, Tensors

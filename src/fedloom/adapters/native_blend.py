@@ -14,29 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.adapters.inject import Slot, unwrap
-from fedloom.errors import AdapterError
-from fedloom.types import Tensors
-
-DELTA, GATE, BIAS = "personal/delta.weight", "personal/gate.weight", "personal/gate.bias"
-
-#: Names of a model's head among its tensors; a head that is tied to the embeddings is there under their name.
-HEADS = ("shared/lm_head.weight", "shared/shared.weight", "shared/model.embed_tokens.weight")
-
-
-def no_difference(tensors: Tensors) -> Tensors:
-    """Return a blend that changes nothing yet, of the size of the head among a model's ``tensors``."""
-    head = next((tensors[name] for name in HEADS if name in tensors), None)
-    if head is None:
-        raise AdapterError("An own head needs the model's among what is trained: set adapter.native to 'full'.")
-    return {DELTA: torch.zeros_like(head), GATE: torch.zeros(1, head.shape[1]), BIAS: torch.zeros(1)}
+from fedloom.numerics.init import BIAS, DELTA, GATE
 
 
 class Blend:
     """The own head and the gate of one model; acts between ``attach`` and ``detach``."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._head: nn.Module = unwrap(model).get_output_embeddings()
-        weight: Tensor = self._head.weight  # type: ignore[assignment]
+        self._head: nn.Module = unwrap(model).get_output_embeddings()  # type: ignore[operator]
+        weight: Tensor = self._head.weight
         shapes = {DELTA: tuple(weight.shape), GATE: (1, weight.shape[1]), BIAS: (1,)}
         self.parameters = {name: nn.Parameter(weight.new_zeros(shape)) for name, shape in shapes.items()}
         self._handle: Any = None

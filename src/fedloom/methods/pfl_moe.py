@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
-from fedloom.adapters.native_blend import BIAS, DELTA, GATE, no_difference
 from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
+from fedloom.numerics.init import BIAS, DELTA, GATE, no_difference
 from fedloom.numerics.tree import place, take
 from fedloom.types import Client, Memory, Order, Reply, State, Tensors, View
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
+from fedloom.errors import AdapterError
 from fedloom.types import Tensors
+
+#: Flat names of PFL-MoE's own head, as its difference from the model's, and of the gate between both.
+DELTA, GATE, BIAS = "personal/delta.weight", "personal/gate.weight", "personal/gate.bias"
+
+#: Names of a model's head among its tensors; a head that is tied to the embeddings is there under their name.
+HEADS = ("shared/lm_head.weight", "shared/shared.weight", "shared/model.embed_tokens.weight")
 
 
 def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> torch.Tensor:
@@ -60,3 +67,11 @@ def mixer_init(shapes: Mapping[str, tuple[int, int]], slots: int, generator: tor
         f"mixers/{path}.weight": _uniform((slots, width), 1 / math.sqrt(width), generator)
         for path, (_, width) in shapes.items()
     }
+
+
+def no_difference(tensors: Tensors) -> Tensors:
+    """Return a blend that changes nothing yet, of the size of the head among a model's ``tensors``."""
+    head = next((tensors[name] for name in HEADS if name in tensors), None)
+    if head is None:
+        raise AdapterError("An own head needs the model's among what is trained: set adapter.native to 'full'.")
+    return {DELTA: torch.zeros_like(head), GATE: torch.zeros(1, head.shape[1]), BIAS: torch.zeros(1)}
