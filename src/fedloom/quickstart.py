@@ -13,6 +13,8 @@ from fedloom.config import Config, parse_config
 from fedloom.report.folder import a_model
 from fedloom.types import Plain
 
+#: A loss of one expert alone that is this many times the mixture's is worth a word.
+NOTICEABLE = 1.02
 TASKS = ("gsm8k", "arc_challenge", "tweet_eval_sentiment", "text_edit")
 
 
@@ -51,6 +53,7 @@ def explain(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
         _explain_buckets(console, alignment)
     if metrics.get("routing"):
         _explain_scores(console, metrics)
+        _explain_sparsity(console, metrics)
     if metrics.get("routing_matrix"):
         _explain_routing(console, metrics["routing_matrix"])
     console.print(f"\nDone in {metrics['seconds'] / 60:.1f} minutes.", style="bold", highlight=False)
@@ -119,6 +122,29 @@ def _explain_routing(console: Console, matrix: dict[str, Plain]) -> None:
             "experts differ. It needs more rounds than this run had.",
             highlight=False,
         )
+
+
+def _explain_sparsity(console: Console, metrics: dict[str, Plain]) -> None:
+    """Say so where one expert alone answers clearly worse than the mixture of all."""
+    found = metrics["routing"]
+    if not {"top1", "soft"} <= found.keys():
+        return
+    one, all_of_them = (found[mode]["loss"]["macro"] for mode in ("top1", "soft"))
+    if one is None or all_of_them is None or one <= NOTICEABLE * all_of_them:
+        return
+    soft = found["soft"]["loss"]
+    more = {
+        task: loss - soft[task]
+        for task, loss in found["top1"]["loss"].items()
+        if task != "macro" and None not in (loss, soft[task])
+    }
+    worst = max(more, key=more.__getitem__)
+    console.print(
+        f"One expert alone (top-1) has {one / all_of_them - 1:.0%} more loss than the soft mixture of all, mostly on "
+        f"{worst}: the router is not sure there. --routing top2 or soft answers better, more slowly.",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _number(value: float | None) -> str:
