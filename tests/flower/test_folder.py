@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import re
 import socket
 import ssl
 import subprocess
@@ -40,6 +41,17 @@ def test_the_written_folder_is_ready(tmp_path: Path) -> None:
     assert str(tmp_path) not in "".join(p.read_text() for p in (tmp_path / "sites" / "app").rglob("*") if p.is_file())
     with pytest.raises(ConfigError, match="not an empty folder"):
         init_folder(tmp_path / "sites")
+
+
+def test_the_written_page_shows_no_command_that_the_deploy_page_does_not(tmp_path: Path) -> None:
+    """And that one is followed in ``test_deploy_page``."""
+
+    def commands(text: str) -> set[str]:
+        return {line for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()}
+
+    init_folder(tmp_path / "sites")
+    deploy = Path(__file__).resolve().parents[2] / "docs" / "deploy.md"
+    assert commands((tmp_path / "sites" / "README.md").read_text()) < commands(deploy.read_text())
 
 
 def test_keys_are_what_tls_and_flower_ask_for(tmp_path: Path) -> None:
