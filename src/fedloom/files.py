@@ -11,6 +11,15 @@ from typing import Any
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file by temporary file, fsync and rename; readable by other users, as files usually are."""
+    _replace(path, data, 0o644)  # mkstemp makes private files; a server under another user must read a model
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file likewise that nobody but this user can read, at no moment."""
+    _replace(path, data, 0o600)
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -18,7 +27,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(partial, 0o644)  # mkstemp makes private files; a server under another user must read a model
+        os.chmod(partial, mode)
         os.replace(partial, path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

@@ -113,8 +113,6 @@ def load_server(path: Path) -> SiteRunConfig:
         raise ConfigError(f"{path}: {method.title} pools all rows in one place, which sites are there to avoid.")
     if type(method).assembled is not Method.assembled:
         raise ConfigError(f"{path}: {method.title} is measured on what clients keep, which the server has not.")
-    if config.secagg is not None:
-        raise ConfigError(f"{path}: secagg works in simulations only as yet; leave it out.")
     if config.evaluation.personalised:
         raise ConfigError(f"{path}: evaluation.personalised needs the clients' rows, which the server has not.")
     if config.federation.min_replies > config.sites.expected:
@@ -186,6 +184,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
             wire=leaving.wire,
             feedback=leaving.feedback,
             privacy=site_config.privacy,
+            uniform=leaving.uniform,
         ),
         Patience(
             expected=site_config.sites.expected,

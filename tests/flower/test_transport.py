@@ -17,7 +17,7 @@ from flwr.app.error import Error
 from fedloom.backbones.load import load_backbone
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods import METHODS
-from fedloom.runtime import flower
+from fedloom.runtime import flower, flower_messages
 from fedloom.runtime.flower import Patience, pack, unpack
 from small_world import SECRET, client_rows, save_backbone, tree, world_of
 
@@ -68,7 +68,7 @@ def test_nothing_of_the_rows_crosses(backbone_folder: Path, tmp_path: Path) -> N
 
 
 def test_payloads_are_cut_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower, "CHUNK", 4)
+    monkeypatch.setattr(flower_messages, "CHUNK", 4)
     payload = bytes(12) + b"x"  # equal chunks stay several
     content = pack({"kept": True}, payload)
     assert sorted(content) == ["about", "chunk-0", "chunk-1", "chunk-2", "chunk-3"]

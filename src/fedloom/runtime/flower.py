@@ -1,14 +1,13 @@
 """Flower as the wire: orders and replies between machines. Every Flower message is built in this file.
 
-A payload travels as the bytes of ``runtime.wire`` in records of at most ``CHUNK`` bytes, with its length and sha256.
+A payload travels as the bytes of ``runtime.wire`` (``runtime.secure_client`` in a secure round) in the records of
+``runtime.flower_messages``.
 Flower is imported only where it is used, so that fedloom works without it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from fedloom.errors import ConfigError, FedloomError, RoundError, SiteRefusal, U
 from fedloom.files import write_json
 from fedloom.methods.base import Method
 from fedloom.runtime.events import Observer
+from fedloom.runtime.flower_messages import MAX_ABOUT, pack, unpack
 from fedloom.runtime.loop import MAX_REASON, Receipt
 from fedloom.runtime.memory import check_client_name
 from fedloom.runtime.quarantine import printable
@@ -32,63 +32,20 @@ from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain
 from fedloom.version import __version__
 
-#: Flower 1.42 sends each record as one protobuf message, which may have 2³¹ − 1 bytes
-#: (``flwr.supercore.constant.MAX_PROTOBUF_STREAM_MESSAGE_LENGTH``), and a SuperLink with ``--database`` as one SQLite
-#: value of 10⁹ at most. Small chunks are far below both and travel side by side.
-CHUNK = 8 << 20
-
-#: The JSON beside a payload names a run, options and counts.
-MAX_ABOUT = 1 << 20
-
 #: What is kept of a site's introduction; whatever else it says is dropped.
 HELLO_KEYS = ("client", "fedloom", "backbone", "tokenizer", "examples", "rows", "truncated", "no_label_left")
 
-HELLO, ORDER = "query.hello", "train.order"
+HELLO, ORDER, SECURE = "query.hello", "train.order", "train.secure"
 POLL_SECONDS = 0.5
 logger = logging.getLogger("flwr")
+
+__all__ = ["MAX_ABOUT", "FlowerTransport", "Patience", "client_app", "pack", "require_flower", "unpack"]
 
 
 def require_flower() -> None:
     """Raise a ConfigError that says how to install Flower, if it is not there."""
     if importlib.util.find_spec("flwr") is None:
         raise ConfigError("this needs Flower, which is not installed: pip install 'fedloom[flower]'")
-
-
-def pack(about: Mapping[str, Plain], payload: bytes = b"") -> Any:
-    """Return a ``RecordDict`` of a JSON header and the payload in chunks."""
-    from flwr.app import ConfigRecord, RecordDict
-
-    head = {**about, "bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
-    content = RecordDict({"about": ConfigRecord({"json": json.dumps(head, sort_keys=True)})})
-    for index, start in enumerate(range(0, len(payload), CHUNK)):
-        # The index makes equal chunks different records: Flower names a record by the hash of its content.
-        content[f"chunk-{index}"] = ConfigRecord({"index": index, "data": payload[start : start + CHUNK]})
-    return content
-
-
-def unpack(content: Any, limit: int) -> tuple[dict[str, Plain], bytes]:
-    """Return header and payload of what ``pack`` made.
-
-    Raises:
-        UpdateRejected: it was not made so, is longer than ``limit``, or does not have the checksum it names.
-    """
-    try:
-        text = content.config_records["about"]["json"]
-        about = json.loads(text if len(text) <= MAX_ABOUT else "")
-        length, digest = about["bytes"], about["sha256"]
-        records = content.config_records
-        chunks = [records[f"chunk-{index}"]["data"] for index in range(len(records) - 1)]
-        found = sum(len(chunk) for chunk in chunks)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UpdateRejected(f"the message has not the form of one: {type(error).__name__}") from error
-    if found > limit:
-        raise UpdateRejected(f"it has {found} bytes; the limit is {limit}")
-    if found != length or not all(isinstance(chunk, bytes) for chunk in chunks):
-        raise UpdateRejected(f"the message says {length!r} bytes but holds {found}")
-    payload = b"".join(chunks)
-    if (actual := hashlib.sha256(payload).hexdigest()) != digest:
-        raise UpdateRejected(f"the payload's sha256 is {actual}, but the message says {digest!r}")
-    return about, payload
 
 
 # The site's side.
@@ -113,6 +70,14 @@ def client_app() -> Any:
     def order(message: Message, context: Context) -> Message:
         def work(site: Site, terms: Terms, payload: bytes) -> Any:
             reply, kept = site.answer(payload, terms)
+            return pack({"kept": kept}, reply)
+
+        return answer(message, context, work)
+
+    @app.train("secure")
+    def secure(message: Message, context: Context) -> Message:
+        def work(site: Site, terms: Terms, payload: bytes) -> Any:
+            reply, kept = site.secure(payload, terms)
             return pack({"kept": kept}, reply)
 
         return answer(message, context, work)
@@ -258,40 +223,54 @@ class FlowerTransport:
         self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
     ) -> list[Receipt]:
         """See ``loop.Transport``."""
+        if not orders:
+            return []
+        encoded = {order.client: encode_order(order) for order in orders}
+        receipts = self._deliver(ORDER, orders[0].round, encoded, memories, observer)
+        observer.advance(len(receipts) * (orders[0].kind == "probe"))
+        return receipts
+
+    def ask(
+        self, method: Method, round: int, messages: dict[str, bytes], memories: dict[str, str], observer: Observer
+    ) -> list[Receipt]:
+        """See ``loop.Transport``."""
+        return self._deliver(SECURE, round, messages, memories, observer)
+
+    def _deliver(
+        self, kind: str, round: int, payloads: Mapping[str, bytes], memories: Mapping[str, str], observer: Observer
+    ) -> list[Receipt]:
+        """Send each client its payload and wait for what comes back."""
         self.spool.mkdir(parents=True, exist_ok=True)
         for left_over in self.spool.iterdir():
             left_over.unlink()
-        nodes = self._enough({order.client for order in orders})
+        nodes = self._enough(set(payloads))
         start = time.monotonic()
-        pending: dict[str, tuple[Order, int]] = {}
-        for order in sorted((o for o in orders if o.client in nodes), key=lambda o: o.client):
-            terms = self.terms.model_copy(update={"memory": round_of(memories.get(order.client, ""))})
-            down = encode_order(order)
-            content = pack({"terms": terms.model_dump()}, down)
-            if (message_id := self._push(content, nodes[order.client], ORDER)) is not None:
-                pending[message_id] = order, len(down)
+        pending: dict[str, str] = {}
+        for client in sorted(payloads.keys() & nodes.keys()):
+            terms = self.terms.model_copy(update={"memory": round_of(memories.get(client, ""))})
+            content = pack({"terms": terms.model_dump()}, payloads[client])
+            if (message_id := self._push(content, nodes[client], kind)) is not None:
+                pending[message_id] = client
         receipts: list[Receipt] = []
         while pending:
-            for message_id, (order, down_bytes) in list(pending.items()):
+            for message_id, client in list(pending.items()):
                 for message in self.grid.pull_messages([message_id]):
                     del pending[message_id]
-                    self._seen(order.client, {other.client for other, _ in pending.values()} - self.silent)
-                    receipt = self._receive(message, order, down_bytes, time.monotonic() - start)
+                    self._seen(client, set(pending.values()) - self.silent)
+                    receipt = self._receive(message, client, round, len(payloads[client]), time.monotonic() - start)
                     if receipt is not None:
                         receipts.append(receipt)
-                        observer.client(order.client, len(receipts) - 1, len(orders))
-                        observer.advance(order.kind == "probe")
-            waited_for = {order.client for order, _ in pending.values()} - self.silent
+                        observer.client(client, len(receipts) - 1, len(payloads))
+            waited_for = set(pending.values()) - self.silent
             enough = not waited_for and len(receipts) >= self.patience.minimum
             if not pending or enough or time.monotonic() - start > self.patience.deadline:
                 break
             self.present()  # whoever comes back takes part in the next round
             time.sleep(POLL_SECONDS)
-        for order, _ in pending.values():
-            if order.client not in self.silent:
-                observer.say(f"Round {order.round}: {order.client} did not answer in {self.patience.deadline:g} s.")
+        for client in sorted(set(pending.values()) - self.silent):
+            observer.say(f"Round {round}: {client} did not answer in {self.patience.deadline:g} s.")
         self.silent -= {receipt.client for receipt in receipts}
-        self.silent |= {order.client for order, _ in pending.values()}
+        self.silent |= set(pending.values())
         return sorted(receipts, key=lambda receipt: receipt.client)
 
     def committed(self, memory_versions: set[str]) -> None:
@@ -374,12 +353,11 @@ class FlowerTransport:
         counted = "" if self.terms.privacy is not None else f", with {examples} examples"
         self.observer.say(f"{name} is there{counted}.")
 
-    def _receive(self, message: Any, order: Order, down: int, seconds: float) -> Receipt | None:
+    def _receive(self, message: Any, client: str, round: int, down: int, seconds: float) -> Receipt | None:
         """Write a reply to the spool, unread but for its header and checksum; None if Flower brings no reply."""
-        client = order.client
         if message.has_error():
             reason = printable(str(message.error.reason), MAX_REASON)
-            self.observer.say(f"Round {order.round}: {client} gave no answer: {reason}.")
+            self.observer.say(f"Round {round}: {client} gave no answer: {reason}.")
             return None
         path = self.spool / f"{client}.safetensors"
         try:
@@ -389,5 +367,5 @@ class FlowerTransport:
         except UpdateRejected as refusal:
             return Receipt(client, path, 0, down, seconds, refused=str(refusal))
         path.write_bytes(payload)
-        memory = version_of(client, order.round) if about.get("kept") is True else None
+        memory = version_of(client, round) if about.get("kept") is True else None
         return Receipt(client, path, len(payload), down, seconds, memory)

@@ -111,6 +111,8 @@ def federate(
     privacy = federation.privacy
     if privacy is not None:
         check_target(privacy, federation.participation, method.has_probe)
+        if privacy.reproducible:
+            observer.say("privacy.reproducible: noise and cohorts come from the run's seed, which protects nobody.")
     done = checkpoints.rounds()
     if done:
         checkpoint = checkpoints.load(done[-1])

@@ -15,11 +15,14 @@ from fedloom.config import BackboneConfig, PrivacyConfig, Section, explained, re
 from fedloom.data.sources import read_examples
 from fedloom.data.tokenize import encode, tokenizer_hash
 from fedloom.errors import SiteRefusal
+from fedloom.files import write_private
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.runtime.client import LocalClient, Rows, Workbench
 from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
+from fedloom.runtime.secagg import SecureClient
+from fedloom.runtime.secure_client import Work, answer, work_for_sum
 from fedloom.runtime.wire import decode_order
 from fedloom.types import AdapterSpec, Order, Plain, Training, Wire
 from fedloom.version import __version__
@@ -36,12 +39,14 @@ class Limits(Section):
     """What a site does for a server, at most.
 
     ``max_width`` bounds what an order can make it allocate: the summed rank of all experts, the summed width of the
-    routers, the slots, and the examples of a batch.
+    routers, the slots, and the examples of a batch. ``only_sums``: updates leave in secure sums only, whatever the
+    server asks for.
     """
 
     max_steps: int = Field(10_000, ge=1)
     max_width: int = Field(4096, ge=1)
     max_order_bytes: int = Field(2 << 30, ge=1)
+    only_sums: bool = False
 
 
 class SiteConfig(Section):
@@ -83,7 +88,7 @@ class Terms(Section):
         backbone: hash of the server's backbone.
         tokenizer: hash of its tokenizer.
         memory: round of the memory to go on from; None is none.
-        wire, feedback, privacy: how a reply leaves; see ``runtime.leaving``.
+        wire, feedback, privacy, uniform: how a reply leaves; see ``runtime.leaving``.
     """
 
     run: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -96,9 +101,11 @@ class Terms(Section):
     wire: Wire = "none"
     feedback: bool = False
     privacy: PrivacyConfig | None = None
+    uniform: bool = False
 
     def leaving(self) -> Leaving:
-        return Leaving(self.wire, self.feedback, None if self.privacy is None else self.privacy.ordered())
+        privacy = None if self.privacy is None else self.privacy.ordered()
+        return Leaving(self.wire, self.feedback, privacy, self.uniform)
 
     def build_method(self) -> Method:
         """Return the method, of the code that is installed here.
@@ -208,8 +215,50 @@ class Site:
         """
         self.check(terms)
         method, order = terms.build_method(), self._read(payload)
+        if self.config.limits.only_sums and order.kind == "fit":
+            raise SiteRefusal("this site's updates leave in secure sums only (limits.only_sums)")
+        encoded, kept = leave(method, self._client(order, terms), order, terms.leaving())
+        self._keep(terms, order.round, kept)
+        return encoded, kept is not None
+
+    def secure(self, payload: bytes, terms: Terms) -> tuple[bytes, bool]:
+        """Answer one message of a secure round; see ``runtime.secure_client``.
+
+        The keys of the round wait in a file that only this user can read, from its first message to its last.
+
+        Returns:
+            The answer, and whether the memory of this round was written.
+
+        Raises:
+            SiteRefusal: see ``answer``, or the message would uncover an update.
+        """
+        self.check(terms)
+        method = terms.build_method()
+        if not method.summed:
+            raise SiteRefusal(f"{method.title} cannot be summed: {method.singles}")
+        place = Path(self.config.folder) / f"{terms.run}.secrets.json"
+        secrets = SecureClient(self.config.client, json.loads(place.read_bytes()) if place.is_file() else None)
+        round = 0
+
+        def work(body: bytes, plan: dict[str, Plain]) -> Work:
+            nonlocal round
+            order = self._read(body)
+            if order.kind != "fit" or order.round != plan["round"]:
+                raise SiteRefusal(f"the order is for {order.kind!r} of round {order.round}, in another secure round")
+            round = order.round
+            return work_for_sum(method, self._client(order, terms), order, plan, terms.leaving())
+
+        encoded, kept = answer(secrets, payload, work)
+        if "round" in secrets.state and len(secrets.state) > 2:
+            write_private(place, json.dumps(secrets.state).encode())
+        else:  # nothing secret is left
+            place.unlink(missing_ok=True)
+        self._keep(terms, round, kept)
+        return encoded, kept is not None
+
+    def _client(self, order: Order, terms: Terms) -> LocalClient:
         memory = MemoryFolder(Path(self.config.folder) / terms.run)
-        client = LocalClient(
+        return LocalClient(
             name=self.config.client,
             rows=self.rows,
             bench=self._bench_for(order.spec),
@@ -217,11 +266,12 @@ class Site:
             run_seed=terms.seed,
             round=order.round,
         )
-        encoded, kept = leave(method, client, order, terms.leaving())
+
+    def _keep(self, terms: Terms, round: int, kept: ClientMemory | None) -> None:
         if kept is not None:
-            memory.write(self.config.client, order.round, kept)
-            self._forget(memory, order.round)
-        return encoded, kept is not None
+            memory = MemoryFolder(Path(self.config.folder) / terms.run)
+            memory.write(self.config.client, round, kept)
+            self._forget(memory, round)
 
     def _read(self, payload: bytes) -> Order:
         limits = self.config.limits

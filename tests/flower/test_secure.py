@@ -1,0 +1,134 @@
+"""Secure aggregation across sites: the bits of the simulation, and no update at the server or left at a site."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is an option of its own")
+
+from fake_grid import Restarts, transport_of, write_sites
+from flower_processes import result_of
+
+from fedloom.config import parse_config
+from fedloom.errors import RoundError
+from fedloom.experiment import run
+from fedloom.methods import METHODS
+from fedloom.methods.sums import SecureAggregation
+from fedloom.runtime.flower import SECURE
+from fedloom.runtime.secure_client import frame, unframe
+from fedloom.runtime.site import Site, load_site
+from fedloom.types import Client, Order, Reply
+from small_world import World, tree
+
+SECTIONS = {"method": {"name": "fedit"}, "federation": {"rounds": 2}, "secagg": {"min_contributors": 3}}
+MARK = 0.1234567
+
+
+def test_sites_and_simulation_give_the_same_bits(backbone_folder: Path, tmp_path: Path) -> None:
+    """Keys and masks differ from run to run and leave no trace in the sum."""
+    sites = Restarts(tmp_path, backbone_folder)
+    sites.sections |= SECTIONS
+    sites.write()
+    sites.serve()
+    rows = {node.config.parent.name: str(node.config.parent / "rows.jsonl") for node in sites.nodes}
+    run(parse_config({**sites.sections, "data": {"clients": rows}}), tmp_path / "simulated")
+    assert result_of(tmp_path / "run") == result_of(tmp_path / "simulated")
+    assert not list(tmp_path.rglob("*.secrets.json"))  # nothing secret is left at a site
+
+
+class Marked(METHODS["fedit"]):  # type: ignore[misc]
+    """Bob's update is one number throughout."""
+
+    def local(self, client: Client, order: Order) -> Reply:
+        reply: Reply = super().local(client, order)
+        if client.name != "bob":
+            return reply
+        return replace(reply, send={n: torch.full_like(t, MARK) for n, t in reply.send.items()})
+
+
+def test_nothing_that_reaches_the_server_holds_a_planted_marker(
+    backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes of all messages, and all files of the server, of a run with one site that drops out on the way."""
+    monkeypatch.setitem(METHODS, "fedit", Marked)
+    sites = Restarts(tmp_path, backbone_folder)
+    sites.sections |= {**SECTIONS, "federation": {"rounds": 1, "min_replies": 3}}
+    sites.write(deadline=0.1)
+    seen: list[bytes] = []
+
+    def listen(asked: Any, reply: Any) -> Any:
+        for record in (*asked.content.config_records.values(), *reply.content.config_records.values()):
+            seen.extend(value for value in record.values() if isinstance(value, bytes))
+        return reply
+
+    def drop_out(asked: Any, reply: Any) -> Any:
+        stage = unframe(asked.content.config_records["chunk-0"]["data"])[0]["stage"] if is_secure(asked) else None
+        return None if stage == "mask" else listen(asked, reply)
+
+    for node in sites.nodes:
+        node.spoil = drop_out if node.config.parent.name == "dan" else listen
+    sites.serve()
+    content = b"".join(seen) + b"".join(tree(tmp_path / "run").values())
+    value = float(np.float32(MARK))
+    whole = round(value * 2.0**32)
+    for form in (
+        np.full(2, value, "<f4"),
+        np.full(2, value, "<f8"),
+        np.full(2, whole, "<i8"),
+        np.full(2, 5 * whole, "<i8"),
+    ):
+        assert form.tobytes() not in content
+    assert len(content) > 100_000
+
+
+def is_secure(message: Any) -> bool:
+    return bool(message.metadata.message_type == SECURE)
+
+
+def test_a_site_can_insist_on_sums(backbone_folder: Path, tmp_path: Path) -> None:
+    sites = Restarts(tmp_path, backbone_folder)
+    sites.nodes = write_sites(tmp_path / "strict", backbone_folder, limits={"only_sums": True})
+    sites.sections |= {"method": {"name": "fedit"}, "federation": {"rounds": 1}}
+    sites.write()
+    with pytest.raises(RoundError, match="updates leave in secure sums only"):
+        sites.serve()
+
+
+def test_keys_wait_in_a_file_of_this_user_only(backbone_folder: Path, tmp_path: Path) -> None:
+    from fake_grid import terms_of
+
+    (node, *_) = write_sites(tmp_path, backbone_folder)
+    site, terms = Site(load_site(node.config)), terms_of("fedit", backbone_folder)
+    answer, kept = site.secure(frame({"stage": "keys", "round": 1}), terms)
+    assert unframe(answer)[0]["keys"].keys() == {"cipher", "mask"}
+    assert not kept
+    (secrets,) = tmp_path.rglob("*.secrets.json")
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+
+
+def test_one_silent_site_costs_nothing_but_itself(backbone_folder: Path, tmp_path: Path) -> None:
+    from fake_grid import PATIENCE, terms_of
+
+    nodes = write_sites(tmp_path / "sites", backbone_folder)
+    results = []
+    for silent in (True, False):
+        world = World(tmp_path / str(silent))
+        for node in nodes:
+            node.spoil = lambda asked, reply: reply
+        if silent:
+            nodes[1].spoil = lambda asked, reply: None if is_secure(asked) else reply
+        patience = replace(PATIENCE, minimum=3, deadline=0.1)
+        transport, _ = transport_of(world, nodes, terms_of("fedit", backbone_folder), patience)
+        transport.gather()
+        secagg = SecureAggregation(min_contributors=3)
+        world.run(METHODS["fedit"](), rounds=1, transport=transport, secagg=secagg)
+        results.append(world.log.read()[1])
+    assert results[0]["absent"] == ["bob"]
+    assert results[0]["weights"]["experts/0"] == results[1]["weights"]["experts/0"] - 5  # bob has five rows
