@@ -11,6 +11,8 @@ import pytest
 import torch
 from scipy import integrate, special
 
+pytest.importorskip("opacus", reason="Opacus is an option of its own")
+
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError
 from fedloom.methods import METHODS
@@ -268,6 +270,24 @@ def test_a_round_without_anybody_is_noise(tmp_path: Path) -> None:
     assert record["privacy"]["noise_to_signal"] is None
     start = METHODS["fedit"]().init(found.setup).tensors
     assert not same(found.checkpoints.load(1).state.tensors, start)
+
+
+def test_M10_with_reproducible_noise_resume_equals_the_straight_run(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    class Fatal(Observer):
+        def round(self, record: dict[str, Any]) -> None:
+            if record["round"] == 1:
+                raise Killed
+
+    privacy = Privacy(0.01, 1.0, reproducible=True)
+    straight = go(tmp_path / "straight", "fedit", privacy, participation=0.75)
+    with pytest.raises(Killed):
+        go(tmp_path / "killed", "fedit", privacy, participation=0.75, observer=Fatal())
+    killed = go(tmp_path / "killed", "fedit", privacy, participation=0.75)
+    assert same(straight.checkpoints.load(2).state.tensors, killed.checkpoints.load(2).state.tensors)
+    assert straight.log.read()[2]["privacy"] == killed.log.read()[2]["privacy"]
 
 
 # Refusals.

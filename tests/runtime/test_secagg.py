@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("flwr", reason="Flower is an option of its own")
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import RoundError, SiteRefusal, UpdateRejected
 from fedloom.numerics.fixed import HEAVIEST, LARGEST, Layout
-from fedloom.runtime.secagg import SecureClient, SecureSum, keystream, pair_mask, raw, threshold_of
+from fedloom.runtime.secagg import SecureClient, SecureSum, keystream, pair_mask, raw, text, threshold_of
 
 NAMES = ["ann", "bob", "cyd", "dan", "eve"]
 LENGTH = 64
@@ -155,6 +160,12 @@ def test_the_server_refuses_malformed_answers() -> None:
         server.take_shares("ann", {"bob": "AA=="})
     with pytest.raises(UpdateRejected, match="no two public keys"):
         server.take_keys("ann", {"cipher": "AA=="})
+    with pytest.raises(UpdateRejected, match="public key cannot be read"):
+        server.take_keys("ann", {"cipher": "AA==", "mask": "AA=="})
+    other = ec.generate_private_key(ec.SECP256R1()).public_key()
+    wrong = text(other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
+    with pytest.raises(UpdateRejected, match="not on the curve P-384"):
+        server.take_keys("ann", {"cipher": wrong, "mask": wrong})
     with pytest.raises(UpdateRejected, match="not base64"):
         server.take_keys("ann", {"cipher": "?", "mask": "AA=="})
     with pytest.raises(UpdateRejected, match="not short text"):

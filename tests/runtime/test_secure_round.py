@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("flwr", reason="Flower is an option of its own")
+
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError, RoundError
 from fedloom.methods import METHODS

@@ -75,6 +75,23 @@ def _key_pair() -> dict[str, str]:
     return {"private": text(private_key_to_bytes(private)), "public": text(public_key_to_bytes(public))}
 
 
+def check_public(key: bytes) -> None:
+    """Refuse what is no public key of the curve that all use: no other client could go on with it.
+
+    Raises:
+        UpdateRejected: it is none.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key
+
+    try:
+        found = bytes_to_public_key(key)
+    except ValueError as error:
+        raise UpdateRejected("its public key cannot be read") from error
+    if not isinstance(found, ec.EllipticCurvePublicKey) or not isinstance(found.curve, ec.SECP384R1):
+        raise UpdateRejected("its public key is not on the curve P-384")
+
+
 def threshold_of(share: float, participants: int) -> int:
     """Return how many clients must stay to the end: ``share`` of them, at least two."""
     return max(2, math.ceil(share * participants - 1e-9))
@@ -208,7 +225,7 @@ class SecureSum:
         if not isinstance(keys, dict) or keys.keys() != {"cipher", "mask"}:
             raise UpdateRejected("it sent no two public keys")
         for key in keys.values():
-            raw(key)
+            check_public(raw(key))
         self.keys[client] = keys
 
     def take_shares(self, client: str, sealed: Plain) -> None:

@@ -17,7 +17,8 @@ from fedloom.runtime.memory import ClientMemory
 from fedloom.runtime.secagg import STAGES, SecureClient, Vector
 from fedloom.types import Order, Plain
 
-MAX_MESSAGE_HEADER = 64 << 20
+#: Shares for five thousand clients.
+MAX_MESSAGE_HEADER = 8 << 20
 
 
 def frame(header: Mapping[str, Plain], body: bytes = b"") -> bytes:
