@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,3 +41,19 @@ def test_norm_accumulates_in_float64() -> None:
     assert tree.norm({"x": torch.tensor([3e38, 0.0]), "y": torch.tensor([3e38])}) == pytest.approx(
         3e38 * 2**0.5, rel=1e-6
     )
+
+
+def test_inner_products_and_norms_in_pieces_are_those_of_the_whole_vector() -> None:
+    """Against numpy's float64, on tensors longer than a piece, transposed, empty and of half precision."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"long": (3, tree.PIECE // 2 + 5), "empty": (0, 4), "one": ()}
+    a = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    b = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    a["turned"], b["turned"] = a["long"].T, b["long"].T.contiguous()
+    a["half"], b["half"] = a["long"].bfloat16(), b["long"].bfloat16()
+    x, y = (np.concatenate([t.float().numpy().ravel() for t in side.values()]).astype(np.float64) for side in (a, b))
+    inner, size = tree.dot_and_norm(a, b)
+    assert inner == pytest.approx(float(x @ y), rel=1e-12)
+    assert size == pytest.approx(float(np.linalg.norm(x)), rel=1e-14)
+    assert (tree.dot(a, b), tree.norm(a)) == (inner, size)
+    assert tree.norm({"x": torch.tensor([float("inf"), 1.0])}) == float("inf")

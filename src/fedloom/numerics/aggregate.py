@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fedloom.errors import AdapterError, FedloomError
+from fedloom.numerics.tree import PIECE, pieces
 from fedloom.types import Reply, Tensors, component
 
 
@@ -121,7 +122,8 @@ class RunningMean:
         if weight > 0:
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(tensor, dtype=torch.float64)
-            self._sums[name].add_(tensor.to(torch.float64), alpha=weight)
+            for total, piece in zip(self._sums[name].view(-1).split(PIECE), pieces(tensor), strict=True):
+                total.add_(piece, alpha=weight)
 
     def add_each(self, tensors: Tensors, weight: Callable[[str], float]) -> None:
         """Take in tensors by name. The caller's loop keeps none of them alive, nor a file that they are views of."""

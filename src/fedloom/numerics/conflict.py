@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.numerics.tree import dot, norm
+from fedloom.numerics.tree import dot_and_norm, norm
 from fedloom.types import Replies, Tensors, component
 
 Weights = dict[str, dict[str, float]]  # client → component → what it counts
@@ -40,8 +40,8 @@ def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[st
     for reply in replies:
         for unit, update in experts_of(reply.send).items():
             if unit in directions:
-                inner = dot(update, {name: directions[unit][name] for name in update})
-                found.setdefault(unit, []).append((weights[reply.client][unit], inner, norm(update)))
+                inner, size = dot_and_norm(update, {name: directions[unit][name] for name in update})
+                found.setdefault(unit, []).append((weights[reply.client][unit], inner, size))
         del reply
     log = {}
     for unit, clients in found.items():

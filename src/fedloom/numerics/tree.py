@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -43,16 +44,36 @@ def add(a: Tensors, b: Tensors) -> Tensors:
     return {name: tensor + b[name] for name, tensor in a.items()}
 
 
+#: Elements that are widened to float64 at a time: a core's cache holds them, so memory is read once and not written.
+PIECE = 1 << 17
+
+
 def norm(tensors: Tensors) -> float:
     """Return the ℓ2 norm of all tensors as one vector, accumulated in float64 (not a sum of per-tensor norms)."""
-    return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors.values()))
+    return math.hypot(*(math.sqrt(sum(float(x @ x) for x in pieces(t))) for t in tensors.values()))
 
 
 def dot(a: Tensors, b: Tensors) -> float:
     """Return the inner product of all tensors as one vector, in float64."""
+    return dot_and_norm(a, b)[0]
+
+
+def dot_and_norm(a: Tensors, b: Tensors) -> tuple[float, float]:
+    """Return a · b and ‖a‖ as ``dot`` and ``norm`` do, reading ``a`` once."""
     assert_same_keys(a, b)
-    flat = ((t.to(torch.float64).flatten(), b[name].to(torch.float64).flatten()) for name, t in a.items())
-    return math.fsum(float(torch.dot(x, y)) for x, y in flat)
+    products, sizes = [], []
+    for name, tensor in a.items():
+        squares = []
+        for x, y in zip(pieces(tensor), pieces(b[name]), strict=True):
+            products.append(float(x @ y))
+            squares.append(float(x @ x))
+        sizes.append(math.sqrt(sum(squares)))
+    return math.fsum(products), math.hypot(*sizes)
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in order, as flat float64 tensors of at most ``PIECE`` elements."""
+    return (piece.to(torch.float64) for piece in tensor.detach().reshape(-1).split(PIECE))
 
 
 def place(tensors: Tensors, path: str) -> Tensors:
