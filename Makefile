@@ -25,7 +25,7 @@ quickstart: install
 	$(BIN)/fedloom quickstart --out $(OUT)
 
 test: install
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
 
 check: install
 	$(BIN)/ruff check .

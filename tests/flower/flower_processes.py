@@ -167,6 +167,22 @@ class Sites(Processes):
         shared = {k: v for k, v in self.environment.items() if k != "FEDLOOM_SERVER"}
         self.start(name, command, environment=shared | {"FLWR_HOME": str(config.parent / "flwr")})
 
+    def have(self, backbone: Path) -> None:
+        """See to it that all sites have this backbone, and that their nodes are there.
+
+        Flower takes a node for alive for a minute after its last sign of life, and refuses another with its key.
+        """
+        configs = {name: write_node(self.home / name, name, backbone) for name in SITES}
+        before = {name: self.log(name).count("SuperNode ID") for name in SITES if self.has_ended(name)}
+
+        def there() -> bool:
+            for name in before:
+                if self.has_ended(name):
+                    self.start_node(name, configs[name])
+            return all(self.log(name).count("SuperNode ID") > before[name] for name in before)
+
+        self.wait_for(there, "the nodes", every=1.0)
+
     def start_bare_node(self, name: str, config: Path) -> None:
         """Start the SuperNode that ``fedloom flower node`` becomes, without what it would need to work."""
         keys = self.keys / name, self.keys / "ca.pem"

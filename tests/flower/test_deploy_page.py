@@ -24,7 +24,7 @@ from fedloom.config import parse_config
 from fedloom.experiment import run
 from small_world import save_backbone
 
-pytestmark = [pytest.mark.timeout(2 * PATIENCE), pytest.mark.xdist_group("flower processes")]
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
 SITES = {"hospital": "ann", "bank": "bob"}

@@ -1,6 +1,6 @@
 """Across real processes on loopback, over TLS with node keys: a SuperLink, nodes, Flower's own command line.
 
-One SuperLink and its nodes serve all tests of this file, in order, since every process takes seconds to start.
+One SuperLink and its nodes serve all tests of this file, since every process takes seconds to start.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from fedloom.runtime.loop import Receipt
 from fedloom.types import Order
 from small_world import Wire, World, client_rows, save_backbone
 
-#: One worker has the processes of this file, however many there are.
-pytestmark = [pytest.mark.timeout(3 * PATIENCE), pytest.mark.xdist_group("flower processes")]
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 SECTIONS: dict[str, Any] = {
     "seed": 42,
@@ -52,8 +51,6 @@ def sites(tmp_path_factory: pytest.TempPathFactory, backbones: dict[bool, Path])
     with Sites(tmp_path_factory.mktemp("sites")) as found:
         found.start_superlink()
         found.register(*SITES)
-        for name in SITES:
-            found.start_node(name, write_node(found.home / name, name, backbones[False]))
         yield found
 
 
@@ -87,8 +84,7 @@ def test_processes_A5_give_bitwise_the_simulators_model(
     """FedWeave's replies hold bfloat16 tensors (A5)."""
     backbone = backbones[METHODS[name].native]
     sections = {**SECTIONS, **RUNS[name], "backbone": {"name": str(backbone), "threads": 1}}
-    for site in SITES:
-        write_node(sites.home / site, site, backbone)
+    sites.have(backbone)
     there = sites.configure(f"run-{name}", **sections, sites=waits(3))
     said = sites.run()
     assert "Done: " in said, said
@@ -98,8 +94,7 @@ def test_processes_A5_give_bitwise_the_simulators_model(
 
 
 def test_processes_A8_too_few_sites_end_the_run_with_both_numbers(sites: Sites, backbones: dict[bool, Path]) -> None:
-    for site in SITES:
-        write_node(sites.home / site, site, backbones[False])
+    sites.have(backbones[False])
     federation = {"rounds": 2, "min_replies": 4}
     backbone = {"name": str(backbones[False])}
     out = sites.configure(
@@ -131,6 +126,7 @@ def test_processes_A4_a_hostile_site_changes_nothing_for_the_others(
     sites: Sites, backbones: dict[bool, Path], tmp_path: Path
 ) -> None:
     """Its node has a listed key; it sends NaN in round 1 and a pickle in round 2."""
+    sites.have(backbones[False])
     program = [str(Path(__file__).parent / "hostile_node.py")]
     sites.register(HOSTILE)
     sites.start_node(HOSTILE, write_node(sites.home / HOSTILE, HOSTILE, backbones[False]), program=program)
@@ -153,6 +149,7 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
     sites: Sites, backbones: dict[bool, Path], tmp_path: Path
 ) -> None:
     """bob dies in round 1 and in round 4, the ServerApp after round 2, the SuperLink after round 3. (kill −9)"""
+    sites.have(backbones[False])
     sections = {**SECTIONS, "federation": {"rounds": 4, "min_replies": 2}}
     out = sites.configure(
         "run-killed",
@@ -176,14 +173,7 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
     after(2)
     sites.server_app().kill()
 
-    def bob_is_back() -> bool:
-        """Flower takes a node for alive for a minute after its last sign of life, and refuses another with its key."""
-        if sites.has_ended("bob"):
-            sites.start_node("bob", sites.home / "bob" / "node.yaml")
-        return sites.log("superlink").count("Activated node_id") > activated
-
-    activated = sites.log("superlink").count("Activated node_id")
-    sites.wait_for(bob_is_back, "bob", every=1.0)
+    sites.have(backbones[False])
     sites.submit()
     after(3)
     sites.kill("superlink")
