@@ -51,6 +51,10 @@ class ServerStep:
     beta2: float = 0.99
     tau: float = 1e-3
 
+    def uniform(self, method: Method) -> bool:
+        """Return whether all clients weigh the same."""
+        return (method.weights if self.weights == "method" else self.weights) == "uniform"
+
     def check(self, method: Method) -> None:
         """Refuse what makes no sense together.
 
@@ -78,8 +82,7 @@ class ServerStep:
 
 def server_step(method: Method, state: State, replies: Replies, step: ServerStep) -> State:
     """Return the state after a round: ``method.merge`` with the options applied around it."""
-    weights = method.weights if step.weights == "method" else step.weights
-    weighed = Uniform(replies) if weights == "uniform" else replies
+    weighed = Uniform(replies) if step.uniform(method) else replies
     if step.importance == "norm":
         weighed = ByNorm(weighed)
     merged = method.merge(state, weighed)

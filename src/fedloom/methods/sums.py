@@ -49,8 +49,7 @@ class Privacy:
             ConfigError: naming the method or option, and the reason.
         """
         check_summed("privacy", method, server)
-        weights = method.weights if server.weights == "method" else server.weights
-        if weights != "uniform":
+        if not server.uniform(method):
             raise ConfigError(
                 "privacy: weights by examples tell how many a client has, and let one client move the model further "
                 "than the noise allows for. Set server.weights to 'uniform'."

@@ -75,10 +75,6 @@ class Federation:
     privacy: Privacy | None = None
     secagg: SecureAggregation | None = None
 
-    def uniform(self, method: Method) -> bool:
-        """Return whether all clients weigh the same."""
-        return (method.weights if self.server.weights == "method" else self.server.weights) == "uniform"
-
     @property
     def changes(self) -> bool:
         """Return whether replies hold changes throughout, also of tensors that a method sends whole."""
@@ -125,8 +121,13 @@ class Accepted:
     def __iter__(self) -> Iterator[Reply]:
         for usable in self.found:
             receipt, order = usable.receipt, usable.order
-            reply = decode_reply(receipt.path, receipt.client, order.round, self.federation.wire)
-            yield restored(self.method, order, reply, self.federation)
+            # Not bound to a name here: it must be gone when the next is read.
+            yield restored(
+                self.method,
+                order,
+                decode_reply(receipt.path, receipt.client, order.round, self.federation.wire),
+                self.federation,
+            )
 
     def __len__(self) -> int:
         return len(self.found)

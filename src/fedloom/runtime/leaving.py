@@ -43,7 +43,7 @@ def leaving_of(config: Config, method: Method) -> Leaving:
         wire=config.federation.wire,
         feedback=config.federation.wire == "int8" and method.summed and config.server.aggregation == "factors",
         privacy=None if config.privacy is None else config.privacy.ordered(),
-        uniform=(method.weights if config.server.weights == "method" else config.server.weights) == "uniform",
+        uniform=config.server.ordered().uniform(method),
     )
 
 

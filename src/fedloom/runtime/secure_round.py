@@ -223,7 +223,7 @@ def check_sum(
         RoundError: naming what does not fit.
     """
     most = max(contributors.values())
-    uniform = federation.uniform(method)
+    uniform = federation.server.uniform(method)
     for unit, weight in totals.weights.items():
         if not 0 <= weight <= contributors[unit] * (1 if uniform else federation.max_examples):
             raise RoundError(f"round {order.round}: the weights of {unit!r} add up to {weight:g}, which cannot be.")
