@@ -85,7 +85,7 @@ POINTS: dict[str, Point] = {
     "before a round's orders": Point(FlowerTransport, "exchange", of_round(2)),
     "after half of a round's orders": Point(Grid, "push_messages", nth=13, after=True),
     "with one reply of a round on disk": Point(
-        FlowerTransport, "_receive", lambda self, message, order, *rest: order.round == 2, after=True
+        FlowerTransport, "_receive", lambda self, message, client, round, *rest: round == 2, after=True
     ),
     "after a round's replies": Point(FlowerTransport, "exchange", of_round(2), after=True),
     "in the middle of a log line": Point(RoundLog, "append", lambda self, r: r["round"] == 2, half=half_a_line),
