@@ -80,6 +80,10 @@ def test_defaults_are_the_papers() -> None:
         ({"training": {"steps": 0}}, r"'training\.steps' is 0"),
         ({"training": {"steps": 2.5}}, r"'training\.steps' is 2\.5"),
         ({"training": {"optimizer_state": "drop"}}, r"'training\.optimizer_state' is 'drop': .*'reset' or 'keep'"),
+        (
+            {"method": {"name": "fedrouter"}, "training": {"optimizer_state": "keep"}},
+            r"optimizer_state keep .* FedRouter .*Use 'reset'",
+        ),
         ({"training": None}, r"'training' is None"),
         ({"federation": {"participation": 0}}, r"'federation\.participation' is 0"),
         ({"federation": {"participation": 1.5}}, r"'federation\.participation' is 1\.5"),

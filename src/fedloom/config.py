@@ -226,6 +226,11 @@ class Config(Section):
         method = kind(kind.Options(**(self.method.model_extra or {})))
         server = self.server.ordered()
         server.check(method)
+        if self.training.optimizer_state == "keep" and not method.keeps_moments:
+            raise ConfigError(
+                f"training.optimizer_state keep lets a client's optimiser go on where its last round ended; with "
+                f"{method.title} a client does not train the same tensors, once, in each round. Use 'reset'."
+            )
         privacy = None if self.privacy is None else self.privacy.ordered()
         if privacy is not None:
             privacy.check(method, server)

@@ -182,7 +182,7 @@ def test_a_run_trains_a_model_that_its_folder_holds(
             },
             "adapter": {"native": native, "rank": 2, "alpha": 6},
             "federation": {"rounds": 2},
-            "training": {"steps": 4, "batch_size": 2, "lr": 0.01, "router_lr": 0.01, "optimizer_state": "keep"},
+            "training": {"steps": 4, "batch_size": 2, "lr": 0.01, "router_lr": 0.01},
             "evaluation": {"generate": False, "every": 1},
         }
     )

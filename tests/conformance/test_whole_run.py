@@ -55,13 +55,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def config(files: Path, name: str, **more: Any) -> Config:
     clients = {client: str(files / f"{client}.jsonl") for client in ("ann", "bob", "cyd", "dan", "eve")}
+    moments = "keep" if METHODS[name].keeps_moments else "reset"
     plain: dict[str, Any] = {
         "method": {"name": name},
         "backbone": {"name": str(files / ("switch" if METHODS[name].native else "backbone")), "threads": 1},
         "data": {"clients": clients, "test": {"mine": str(files / "test.jsonl")}},
         "adapter": {"native": "full"} if METHODS[name].native else {"rank": 2, "alpha": 6},
         "federation": {"rounds": 3},
-        "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": "keep"},
+        "training": {"steps": 3, "batch_size": 2, "lr": 0.01, "router_lr": 0.005, "optimizer_state": moments},
         "evaluation": {"generate": False, "every": 1},
     }
     return parse_config(plain | more)

@@ -43,6 +43,7 @@ class Method:
         personal: clients end with models of their own.
         summed: the server adds the weighted mean of what is sent to what it has, so that sums tell it enough.
         singles: why it needs single updates, if not.
+        keeps_moments: a client trains the same tensors, once, in each round, so that its optimiser may go on.
         native: for models whose experts are part of the backbone, and for those only.
     """
 
@@ -60,6 +61,7 @@ class Method:
     personal: ClassVar[bool] = False
     summed: ClassVar[bool] = False
     singles: ClassVar[str] = "its server rule works on single updates"
+    keeps_moments: ClassVar[bool] = True
     native: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 

@@ -45,6 +45,7 @@ class FedMoE(Method):
     has_probe = True
     native = True
     personal = True
+    keeps_moments = False
     Options = FedMoEOptions
     options: FedMoEOptions
 

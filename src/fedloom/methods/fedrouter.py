@@ -48,6 +48,7 @@ class FedRouter(Method):
     averages_factors = True
     has_probe = True
     personal = True
+    keeps_moments = False
     Options = FedRouterOptions
     options: FedRouterOptions
 

@@ -31,6 +31,7 @@ class FLoRA(Method):
     title = "FLoRA"
     paper = "arXiv 2409.05976"
     aggregated = "the product s B_k A_k of each client, by sample count, into the frozen base"
+    keeps_moments = False
     exact = "yes: Σ p_k B_k A_k is added to the base as it is"
 
     def init(self, setup: Setup) -> State:

@@ -43,6 +43,7 @@ class PFLMoE(FedAvgMoE):
     paper = "arXiv 2012.15589"
     local_only = "a head of the client's own and the gate between both heads"
     personal = True
+    keeps_moments = False
     Options = PFLMoEOptions
     options: PFLMoEOptions
 
