@@ -30,6 +30,7 @@ from fedloom.methods.base import Method
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import LocalClient, Rows, Workbench
 from fedloom.runtime.events import Observer, RoundLog
+from fedloom.runtime.joining import Newcomers, nobody
 from fedloom.runtime.loop import Federation, Receipt, federate
 from fedloom.runtime.memory import ClientMemory, MemoryFolder
 from fedloom.runtime.simulate import Simulator
@@ -185,6 +186,7 @@ class World:
         transport: Any = None,
         observer: Observer | None = None,
         evaluate: Callable[[State, dict[str, str]], dict[str, Plain] | None] = lambda state, memories: None,
+        newcomers: Newcomers = nobody,
         **federation: Any,
     ) -> State:
         return federate(
@@ -197,6 +199,7 @@ class World:
             self.log,
             observer or Observer(),
             evaluate=evaluate,
+            newcomers=newcomers,
         )
 
     def client(self, name: str, *, round: int = 1, memory: ClientMemory | None = None) -> LocalClient:

@@ -151,7 +151,7 @@ class LogObserver(Observer):
         self.log.info("fedloom: %s", message)
 
     def round(self, record: dict[str, Plain]) -> None:
-        shown = ("round", "train_loss", "seconds", "bytes_up", "bytes_down", "quarantined", "absent")
+        shown = ("round", "train_loss", "seconds", "bytes_up", "bytes_down", "quarantined", "absent", "joined")
         self.log.info("fedloom: %s", json.dumps({key: record[key] for key in shown if key in record}))
 
 
@@ -200,17 +200,19 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     )
     recorded = known.get("clients")
     clients = recorded if isinstance(recorded, list) else transport.gather()
-    if resumed:
-        transport.gather(clients)
     config = site_config.of(clients)
     method = config.build_method()
-    hellos = known.get("hello") or {name: transport.cards[name].hello for name in clients}
+    hellos = known.get("hello", {}) if resumed else {name: transport.cards[name].hello for name in clients}
     data = server_data(config, backbone, {name: row_counts(hello) for name, hello in hellos.items()})
     spec = adapter_spec(config, method, backbone)
     shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
     checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
+    joined: tuple[str, ...] = ()
     if done := checkpoints.rounds():
-        checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
+        # Refuses another configuration before anything of the run is overwritten.
+        joined = checkpoints.load(done[-1]).joined
+    if resumed:
+        transport.gather([*clients, *joined])
     write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     earlier = json.loads((out / "manifest.json").read_text("utf-8")) if done else None
     write_json(out / "manifest.json", manifest(config, backbone, data, earlier))
@@ -236,6 +238,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         log,
         observer,
         evaluate=lambda state, versions: evaluate_round(config, method, bench, data, state, {}),
+        newcomers=transport.newcomers,
     )
     metrics = evaluate_final(config, method, bench, data, state, {}, observer)
     metrics["before"] = log.read()[0].get("evaluation")

@@ -85,6 +85,21 @@ class Method:
         """Turn the probe's replies into the state of round 0."""
         return state
 
+    # Between rounds, across sites.
+
+    def closed(self) -> str | None:
+        """Return why nobody can join once the rounds are under way, if so: the probe settles who takes part."""
+        asks = self.has_probe and type(self).join is Method.join
+        return f"{self.title} cannot take in late joiners: its probe settles who takes part" if asks else None
+
+    def join(self, state: State, client: str, reply: Reply | None) -> State:
+        """Take in a client that comes late, with its reply to the probe where the method has one.
+
+        Raises:
+            UpdateRejected: it cannot be taken in.
+        """
+        return state
+
     # Every round.
 
     def view(self, state: State, client: str | None) -> View:

@@ -22,11 +22,14 @@ from fedloom.methods.prototypes import (
     align_buckets,
     check_counts,
     find_buckets,
+    join_nearest,
     members_of,
+    references,
     start_of,
     unsized,
     warm_up,
     warmed_up,
+    weights,
 )
 from fedloom.numerics.init import router_init
 from fedloom.numerics.schedule import schedule
@@ -34,7 +37,7 @@ from fedloom.numerics.seeding import generator
 from fedloom.numerics.tree import subtract
 from fedloom.types import AdapterSpec, Client, Order, Replies, Reply, Setup, State, Tensors, View, component
 
-__all__ = ["FedWeave", "schedule"]
+__all__ = ["FedWeave", "schedule", "weights"]
 
 
 class MixtureOptions(ExpertOptions):
@@ -83,7 +86,12 @@ class FedWeave(Method):
         width, hidden = self.options.router_hidden, state.values["hidden_size"]
         router = router_init(hidden, width, count, generator(state.values["seed"], "router-init"))
         spec = self.deployed(state.spec, count)
-        return replace(state, tensors=experts | router, spec=spec, values=state.values | found)
+        kept = state.kept | references(experts)
+        return replace(state, tensors=experts | router, spec=spec, values=state.values | found, kept=kept)
+
+    def join(self, state: State, client: str, reply: Reply | None) -> State:
+        """Give a late joiner the experts that its buckets' warm-ups are nearest to."""
+        return join_nearest(state, client, reply)
 
     # Stage 2, every round (lines 7–15).
 
@@ -144,11 +152,3 @@ class FedWeave(Method):
 
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:
         return replace(spec, experts=experts, router_hidden=self.options.router_hidden)
-
-
-def weights(assignment: list[int], sizes: list[int]) -> dict[str, int]:
-    """Return a client's weights in Eq. 4: |D_i| for the router, n_{i,m} for each expert m that it has a bucket of."""
-    counts = {"examples": sum(sizes), "router": sum(sizes)}
-    for m, size in zip(assignment, sizes, strict=True):
-        counts[f"experts/{m}"] = counts.get(f"experts/{m}", 0) + size
-    return counts

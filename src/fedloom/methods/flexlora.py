@@ -17,7 +17,7 @@ from pydantic import Field
 from fedloom.methods.base import Method, MethodOptions
 from fedloom.methods.products import LORA, mean_delta
 from fedloom.numerics.lowrank import truncate
-from fedloom.types import AdapterSpec, Replies, Setup, State, Tensors, View
+from fedloom.types import AdapterSpec, Replies, Reply, Setup, State, Tensors, View
 
 
 class FlexLoRAOptions(MethodOptions):
@@ -40,6 +40,11 @@ class FlexLoRA(Method):
         ranks = self.options.ranks or [setup.spec.rank]
         state = super().init(replace(setup, spec=self.deployed(setup.spec, 1)))
         return replace(state, values={"ranks": {c: ranks[k % len(ranks)] for k, c in enumerate(setup.clients)}})
+
+    def join(self, state: State, client: str, reply: Reply | None) -> State:
+        """Give a late joiner the next rank of the list."""
+        ranks, known = self.options.ranks or [state.spec.rank], state.values["ranks"]
+        return replace(state, values=state.values | {"ranks": known | {client: ranks[len(known) % len(ranks)]}})
 
     def view(self, state: State, client: str | None) -> View:
         """Give a client its first r_k directions; B is rescaled so that s_k B A of them is what it was."""

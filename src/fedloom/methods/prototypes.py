@@ -19,7 +19,7 @@ from fedloom.methods.base import MethodOptions, Schema
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.cluster import Buckets, align, bucketize, signature_distance, standardise
 from fedloom.numerics.tree import place, take
-from fedloom.types import Client, Layer, Order, Plain, Pooling, Replies, Reply, Tensors
+from fedloom.types import Client, Layer, Order, Plain, Pooling, Replies, Reply, State, Tensors
 
 
 class DiscoveryOptions(MethodOptions):
@@ -112,8 +112,7 @@ def align_buckets(replies: Replies, options: ExpertOptions) -> tuple[Tensors, in
     for reply in replies:
         sizes[reply.client] = reply.values["sizes"]
         for c in range(len(sizes[reply.client])):
-            adapter = take(reply.send, f"buckets/{c}")
-            signatures.append({name: t for name, t in adapter.items() if name.endswith(".lora_B")})
+            signatures.append(signature(take(reply.send, f"buckets/{c}")))
     alignment = align(signature_distance(signatures), linkage=options.linkage, max_experts=options.max_experts)  # Eq. 1
     label = iter(alignment.labels.tolist())
     assignment = {client: [next(label) for _ in found] for client, found in sizes.items()}
@@ -125,6 +124,41 @@ def align_buckets(replies: Replies, options: ExpertOptions) -> tuple[Tensors, in
     scores = {str(count): score for count, score in alignment.scores.items()}
     found = {"assignment": assignment, "sizes": sizes, "silhouette": alignment.silhouette, "scores": scores}
     return experts.mean(), alignment.count, found
+
+
+def signature(adapter: Tensors) -> Tensors:
+    """Return an adapter's B factors, by which Eq. 1 compares."""
+    return {name: tensor for name, tensor in adapter.items() if name.endswith(".lora_B")}
+
+
+def references(experts: Tensors) -> Tensors:
+    """Return the signatures of the experts' starts, for ``State.kept``: those that ``join_nearest`` compares with."""
+    return place({name: tensor.clone() for name, tensor in signature(experts).items()}, "start")
+
+
+def join_nearest(state: State, client: str, reply: Reply | None) -> State:
+    """Assign a late joiner's buckets to the experts whose starts are nearest by Eq. 1; of equals, the first.
+
+    The paper has no late joiners. An expert's start is the mean warm-up of its buckets (Eq. 2), from the same adapter
+    as the joiner's; what training has made of it since would no longer compare with a warm-up. No tensor changes.
+    """
+    starts = [take(state.kept, f"start/experts/{m}") for m in range(state.spec.experts)]
+    if not all(starts):
+        raise UpdateRejected("this run began with a fedloom that kept no signatures for late joiners")
+    assert reply is not None  # methods with a probe get one
+    sizes = reply.values["sizes"]
+    own = [signature(take(reply.send, f"buckets/{c}/experts/0")) for c in range(len(sizes))]
+    distance = signature_distance([*starts, *own])[len(starts) :, : len(starts)]  # (buckets, experts)
+    found = {"assignment": distance.argmin(axis=1).tolist(), "sizes": sizes}
+    return replace(state, values=state.values | {key: state.values[key] | {client: v} for key, v in found.items()})
+
+
+def weights(assignment: list[int], sizes: list[int]) -> dict[str, int]:
+    """Return a client's weights in Eq. 4: |D_i| for the router, n_{i,m} for each expert m that it has a bucket of."""
+    counts = {"examples": sum(sizes), "router": sum(sizes)}
+    for m, size in zip(assignment, sizes, strict=True):
+        counts[f"experts/{m}"] = counts.get(f"experts/{m}", 0) + size
+    return counts
 
 
 def check_sizes(reply: Reply, most: int) -> list[int]:

@@ -36,6 +36,12 @@ class Scaffold(Method):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in state.tensors.items()}
         return replace(state, kept=place(zeros, "control"), values={"clients": len(setup.clients)})
 
+    def join(self, state: State, client: str, reply: Reply | None) -> State:
+        """Keep c the mean over all N + 1 clients; the late joiner's c_i is zero."""
+        count = state.values["clients"]
+        kept = {n: t * (count / (count + 1)) if is_control(n) else t for n, t in state.kept.items()}
+        return replace(state, kept=kept, values=state.values | {"clients": count + 1})
+
     def view(self, state: State, client: str | None) -> View:
         """Give a client c beside the model (line 3)."""
         controls = {name: tensor for name, tensor in state.kept.items() if is_control(name)}

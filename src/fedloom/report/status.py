@@ -124,6 +124,10 @@ def sites_of(records: list[dict[str, Plain]]) -> dict[str, SiteStatus]:
             site.bytes_up += entry["bytes_up"]
             site.bytes_down += entry["bytes_down"]
             site.rounds += number > 0 and name not in record["quarantined"]
+        for name, entry in record.get("joined", {}).items():
+            site = sites.setdefault(name, SiteStatus())
+            site.bytes_up += entry.get("bytes_up", 0)
+            site.bytes_down += entry.get("bytes_down", 0)
         for name, why in record.get("quarantined", {}).items():
             sites.setdefault(name, SiteStatus()).quarantined[number] = why
         for name in record.get("absent", []):

@@ -27,6 +27,7 @@ class Checkpoint:
 
     state: State
     memories: dict[str, str]  # client → version in the memory folder
+    joined: tuple[str, ...] = ()  # clients that take part beside those of the first start, in name order
 
 
 class CheckpointFolder:
@@ -52,7 +53,10 @@ class CheckpointFolder:
         partial = Path(tempfile.mkdtemp(dir=self.folder, prefix=".partial-"))
         write_atomic(partial / "state.safetensors", encode_state(checkpoint.state))
         memories = dict(sorted(checkpoint.memories.items()))  # not in the order in which clients answered
-        write_json(partial / "checkpoint.json", {"identity": self.identity, "memories": memories})
+        about = {"identity": self.identity, "memories": memories}
+        if checkpoint.joined:
+            about["joined"] = list(checkpoint.joined)
+        write_json(partial / "checkpoint.json", about)
         partial.rename(self.path(checkpoint.state.round))
         sync_folder(self.folder)
         for old in self.rounds()[:-KEEP]:
@@ -94,10 +98,10 @@ class CheckpointFolder:
                 f"{self.folder} was written with another {', '.join(different)}: resume with the configuration that "
                 "started the run, or give another --out."
             )
-        return Checkpoint(self.state(round), found["memories"])
+        return Checkpoint(self.state(round), found["memories"], tuple(found.get("joined", ())))
 
-    def _description(self, round: int) -> dict[str, dict[str, Plain]]:
-        """Return the content of ``checkpoint.json``: ``identity`` and ``memories``."""
+    def _description(self, round: int) -> dict[str, Plain]:
+        """Return the content of ``checkpoint.json``: ``identity``, ``memories`` and, if anybody has, who ``joined``."""
         path = self.path(round) / "checkpoint.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -108,6 +112,9 @@ class CheckpointFolder:
             raise self._damaged(path, "it holds no identity or no memories")
         if not all(isinstance(version, str) for version in found["memories"].values()):
             raise self._damaged(path, "a version of a memory is not text")
+        joined = found.get("joined", [])
+        if not isinstance(joined, list) or not all(isinstance(client, str) for client in joined):
+            raise self._damaged(path, "'joined' is not a list of clients")
         return found
 
     def _damaged(self, path: Path, why: object) -> DataError:

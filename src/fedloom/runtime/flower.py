@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -181,6 +181,8 @@ class FlowerTransport:
         self.refused: dict[str, str] = {}
         self.cards: dict[str, Card] = {}
         self.silent: set[str] = set()
+        self.probed: set[str] = set()  # since their nodes came
+        self.offered: set[str] = set()
         self._greeted: dict[tuple[int, str], str] = {}  # node and when it came → id of the hello it was sent
         self._hellos: dict[str, Any] = {}  # id of an unanswered hello → node
 
@@ -219,6 +221,11 @@ class FlowerTransport:
         online = {node.node_id for node in nodes}
         return {name: card.node for name, card in self.cards.items() if card.node in online}
 
+    def newcomers(self, known: Collection[str]) -> list[str]:
+        """Return who is there beside ``known``; one whose probe was of no use is named again when its node comes anew."""
+        self.offered = set(self.present()) - set(known) - self.probed
+        return sorted(self.offered)
+
     def exchange(
         self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
     ) -> list[Receipt]:
@@ -226,8 +233,11 @@ class FlowerTransport:
         if not orders:
             return []
         encoded = {order.client: encode_order(order) for order in orders}
-        receipts = self._deliver(ORDER, orders[0].round, encoded, memories, observer)
-        observer.advance(len(receipts) * (orders[0].kind == "probe"))
+        probe = orders[0].kind == "probe"
+        late = probe and encoded.keys() <= self.offered
+        self.probed |= encoded.keys() if probe else set()
+        receipts = self._deliver(ORDER, orders[0].round, encoded, memories, observer, late=late)
+        observer.advance(len(receipts) * (probe and not late))
         return receipts
 
     def ask(
@@ -237,13 +247,21 @@ class FlowerTransport:
         return self._deliver(SECURE, round, messages, memories, observer)
 
     def _deliver(
-        self, kind: str, round: int, payloads: Mapping[str, bytes], memories: Mapping[str, str], observer: Observer
+        self,
+        kind: str,
+        round: int,
+        payloads: Mapping[str, bytes],
+        memories: Mapping[str, str],
+        observer: Observer,
+        *,
+        late: bool = False,
     ) -> list[Receipt]:
-        """Send each client its payload and wait for what comes back."""
+        """Send each client its payload and wait for what comes back; of late joiners none is needed."""
+        least = 0 if late else self.patience.minimum
         self.spool.mkdir(parents=True, exist_ok=True)
         for left_over in self.spool.iterdir():
             left_over.unlink()
-        nodes = self._enough(set(payloads))
+        nodes = self._enough(set(payloads), least)
         start = time.monotonic()
         pending: dict[str, str] = {}
         for client in sorted(payloads.keys() & nodes.keys()):
@@ -262,7 +280,7 @@ class FlowerTransport:
                         receipts.append(receipt)
                         observer.client(client, len(receipts) - 1, len(payloads))
             waited_for = set(pending.values()) - self.silent
-            enough = not waited_for and len(receipts) >= self.patience.minimum
+            enough = not waited_for and len(receipts) >= least
             if not pending or enough or time.monotonic() - start > self.patience.deadline:
                 break
             self.present()  # whoever comes back takes part in the next round
@@ -288,10 +306,10 @@ class FlowerTransport:
             examples = {name: card.hello.get("examples", 0) for name, card in self.cards.items()}
             write_json(self.presence, {**about, "examples": examples})
 
-    def _enough(self, clients: set[str]) -> dict[str, int]:
+    def _enough(self, clients: set[str], least: int) -> dict[str, int]:
         """Return client → node of those of ``clients`` that are there; wait only while they are fewer than needed."""
         nodes = self.present()
-        if len(clients & nodes.keys()) < min(self.patience.minimum, len(clients)):
+        if len(clients & nodes.keys()) < min(least, len(clients)):
             self.gather(clients)
             nodes = self.present()
         return nodes
@@ -347,6 +365,7 @@ class FlowerTransport:
         if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
             raise UpdateRejected(f"another node that is online is {name!r} already")
         self.silent.discard(name)  # whoever comes back is waited for again
+        self.probed.discard(name)
         self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
         self.refused.pop(str(node.node_id), None)
         self._seen(name)

@@ -17,6 +17,7 @@ from fedloom.numerics.seeding import numpy_generator
 from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, judge
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
 from fedloom.runtime.events import Observer, RoundLog
+from fedloom.runtime.joining import Door, Newcomers, nobody
 from fedloom.runtime.private import check_target, epsilon, poisson_cohort, privatised, source_of, spending
 from fedloom.runtime.secure_round import secure_exchange
 from fedloom.types import Order, Plain, Replies, Setup, State, Training
@@ -53,12 +54,14 @@ def federate(
     observer: Observer,
     *,
     evaluate: Callable[[State, dict[str, str]], dict[str, Plain] | None] = lambda state, memories: None,
+    newcomers: Newcomers = nobody,
 ) -> State:
     """Run the probe and all rounds, from the newest checkpoint if there is one.
 
     Args:
         evaluate: called after the probe (``state.round`` 0) and after every round with the state and the versions of
             the clients' memories; a dictionary goes into the log.
+        newcomers: names late joiners; see ``runtime.joining``.
 
     Returns:
         The state after the last round.
@@ -67,7 +70,9 @@ def federate(
         RoundError: a round got fewer usable replies than ``federation.min_replies``; the last checkpoint stands.
     """
 
-    def exchange(kind: str, state: State, cohort: Sequence[str], memories: dict[str, str]) -> Answers:
+    def exchange(
+        kind: str, state: State, cohort: Sequence[str], memories: dict[str, str], federation: Federation = federation
+    ) -> Answers:
         orders = make_orders(method, kind, state, cohort, training)
         start = time.perf_counter()
         if kind == "fit" and federation.secagg is not None:
@@ -104,10 +109,14 @@ def federate(
         if evaluation is not None:
             record["evaluation"] = evaluation
         log.append(record)
-        checkpoints.commit(Checkpoint(state, dict(memories)))
+        checkpoints.commit(Checkpoint(state, dict(memories), door.joined))
         transport.committed(checkpoints.memory_versions())
         observer.round(record)
 
+    def ask_late(names: Sequence[str], memories: dict[str, str]) -> Answers:
+        return exchange("probe", method.init(setup), names, memories, replace(federation, min_replies=0))
+
+    door = Door(method, federation, observer, setup.clients, newcomers, ask_late)
     privacy = federation.privacy
     if privacy is not None:
         check_target(privacy, federation.participation, method.has_probe)
@@ -116,7 +125,7 @@ def federate(
     done = checkpoints.rounds()
     if done:
         checkpoint = checkpoints.load(done[-1])
-        state, memories = checkpoint.state, dict(checkpoint.memories)
+        state, memories, door.joined = checkpoint.state, dict(checkpoint.memories), checkpoint.joined
         log.cut_after(state.round)
         observer.say(f"Resuming after round {state.round} of {federation.rounds}.")
     else:
@@ -128,6 +137,7 @@ def federate(
             answers = exchange("probe", state, setup.clients, memories)
             state = method.discover(state, answers.replies)
             record |= answers.record() | ({"privacy": spent(0)} if privacy is not None else {})
+        state = door.open(state, memories, record)
         commit(state, memories, record)
 
     observer.phase("rounds", federation.rounds)
@@ -142,11 +152,12 @@ def federate(
                 )
                 break
         state = replace(state, round=state.round + 1)
-        admitted = [client for client in setup.clients if method.admits(state, client)]
+        admitted = door.admitted(state)
         cohort = draw(admitted, federation, setup.seed, state.round)
         answers = exchange("fit", state, cohort, memories)
         record = {"round": state.round, "cohort": cohort} | answers.record()
         state = server_step(method, state, protect(state, admitted, answers, record), federation.server)
+        state = door.open(state, memories, record)
         commit(state, memories, record)
         observer.advance()
     return state
