@@ -33,7 +33,7 @@ def reply_of(client: str, *adapters: Tensors, sizes: list[int]) -> Reply:
 def discovered(name: str = "fedweave") -> tuple[FedWeave, State]:
     """Two patterns at right angles: expert 0 starts at 0, expert 1 at π/2, in both blocks."""
     kind = METHODS[name]
-    method = kind(kind.Options(router_hidden=2))
+    method = kind(kind.Options.model_validate({"router_hidden": 2}))
     assert isinstance(method, FedWeave)
     u, v = adapter(0.0, 0.0), adapter(math.pi / 2, math.pi / 2, scale=3.0)
     replies = [reply_of(c, x, sizes=[4]) for c, x in (("i", u), ("j", v), ("k", u), ("l", v))]
@@ -59,7 +59,7 @@ def test_each_bucket_goes_to_the_nearest_expert() -> None:
     ]
     joined = method.join(state, "z", reply_of("z", *buckets, sizes=[7, 2, 1, 3]))
     assert joined.values["assignment"] == state.values["assignment"] | {"z": [1, 0, 0, 1]}
-    assert joined.values["sizes"] == {**dict.fromkeys("ijkl", [4]), "z": [7, 2, 1, 3]}
+    assert joined.values["sizes"] == {**{client: [4] for client in "ijkl"}, "z": [7, 2, 1, 3]}
     assert {k: v for k, v in joined.values.items() if k not in ("assignment", "sizes")} == {
         k: v for k, v in state.values.items() if k not in ("assignment", "sizes")
     }

@@ -18,7 +18,7 @@ from fedloom.methods.sums import Privacy, SecureAggregation
 from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import Receipt
 from fedloom.types import Order, Setup, State
-from small_world import SPEC, World, outcome, random_tensors, same, world_of
+from small_world import SPEC, World, examples, outcome, random_tensors, same, world_of
 
 FIRST = ("ann", "bob", "cyd")
 
@@ -96,17 +96,18 @@ def test_the_probe_is_the_one_of_the_start(tmp_path: Path) -> None:
 
 
 def test_a_joiner_of_a_pattern_gets_the_expert_of_that_pattern(tmp_path: Path) -> None:
-    """Without cyd and dan at the start: bob shouts, ann does both; the late ones have sums only."""
-    method = METHODS["fedweave"](METHODS["fedweave"].Options(warmup_steps=10))
-    world = world_of(method, tmp_path)
-    world.setup = replace(world.setup, clients=("ann", "bob"))
-    state = world.run(method, rounds=2, newcomers=lambda known: sorted({"cyd", "dan"} - set(known)))
-    labels = {c: world.memory.read(world.checkpoints.load(2).memories[c]).values["buckets"] for c in ("ann", "bob")}
-    sums = {state.values["assignment"]["ann"][bucket] for bucket in labels["ann"][:5]}
-    shouts = {state.values["assignment"]["bob"][bucket] for bucket in labels["bob"]}
-    assert not sums & shouts
-    for late in ("cyd", "dan"):
-        assert set(state.values["assignment"][late]) <= sums
+    """At the start ann and cyd shout and bob and dan do sums; then come yan, who does sums, and zoe, who shouts."""
+    shout, sums = ("ann", "cyd", "zoe"), ("bob", "dan", "yan")
+    rows = {c: (p, 10 * i) for p, names in (("shout", shout), ("sums", sums)) for i, c in enumerate(names)}
+    clients = {name: examples(pattern, 6, start) for name, (pattern, start) in rows.items()}
+    method = METHODS["fedweave_wo_prototype_expert"]()
+    world = world_of(method, tmp_path, clients=clients)
+    world.setup = replace(world.setup, clients=("ann", "bob", "cyd", "dan"))
+    state = world.run(method, rounds=1, newcomers=lambda known: sorted({"yan", "zoe"} - set(known)))
+    experts = {client: m for client, (m,) in state.values["assignment"].items()}
+    assert not {experts[c] for c in shout} & {experts[c] for c in sums}
+    assert experts["zoe"] in {experts["ann"], experts["cyd"]}
+    assert experts["yan"] in {experts["bob"], experts["dan"]}
 
 
 @pytest.mark.parametrize("name", ["fedweave", "fedit"])

@@ -53,7 +53,7 @@ class CheckpointFolder:
         partial = Path(tempfile.mkdtemp(dir=self.folder, prefix=".partial-"))
         write_atomic(partial / "state.safetensors", encode_state(checkpoint.state))
         memories = dict(sorted(checkpoint.memories.items()))  # not in the order in which clients answered
-        about = {"identity": self.identity, "memories": memories}
+        about: dict[str, Plain] = {"identity": self.identity, "memories": memories}
         if checkpoint.joined:
             about["joined"] = list(checkpoint.joined)
         write_json(partial / "checkpoint.json", about)

@@ -222,7 +222,7 @@ class FlowerTransport:
         return {name: card.node for name, card in self.cards.items() if card.node in online}
 
     def newcomers(self, known: Collection[str]) -> list[str]:
-        """Return who is there beside ``known``; one whose probe was of no use is named again when its node comes anew."""
+        """Return who is there beside ``known`` and was not probed in vain since its node came."""
         self.offered = set(self.present()) - set(known) - self.probed
         return sorted(self.offered)
 
