@@ -16,6 +16,7 @@ Newcomers = Callable[[Collection[str]], Sequence[str]]
 
 
 def nobody(known: Collection[str]) -> Sequence[str]:
+    """Name no late joiner: all clients of a simulation are there from the start."""
     return ()
 
 
@@ -53,7 +54,7 @@ class Door:
             return state
         if (why := barred(self.method, self.federation)) is not None:
             for name in sorted(set(names) - self.told):
-                self.observer.say(f"{name} came after the start and does not take part: {why}.")
+                self.observer.say(f"{name} is there but does not take part: {why}.")
             self.told |= set(names)
             return state
         if not self.method.has_probe:
@@ -78,6 +79,7 @@ class Door:
     def let_in(
         self, state: State, name: str, reply: Reply | None, cost: dict[str, int], record: dict[str, Plain]
     ) -> State:
+        """Take in one newcomer, whose probe has cost so many bytes."""
         state = self.method.join(state, name, reply)
         experts = state.values.get("assignment", {}).get(name)
         record.setdefault("joined", {})[name] = cost | ({} if experts is None else {"experts": experts})
