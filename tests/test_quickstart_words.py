@@ -23,9 +23,7 @@ def said(top1: dict[str, Any], soft: dict[str, Any], tmp_path: Path) -> str:
 @pytest.mark.parametrize(("top1", "told"), [(1.5, True), (1.02, False)])
 def test_an_unsure_router_is_named_with_its_task(top1: float, told: bool, tmp_path: Path) -> None:
     sure, empty = {"letters": 1.0, "sums": 1.0}, {"nothing": None}
-    text = said(
-        {**sure, **empty, "sums": 2 * top1 - 1.0, "macro": top1}, {**sure, **empty, "macro": 1.0}, tmp_path
-    )
+    text = said({**sure, **empty, "sums": 2 * top1 - 1.0, "macro": top1}, {**sure, **empty, "macro": 1.0}, tmp_path)
     assert "Done in 1.5 minutes." in text
     assert ("One expert alone (top-1) has 50% more loss" in text) is told
     assert ("mostly on sums" in text) is told
