@@ -32,8 +32,10 @@ from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain
 from fedloom.version import __version__
 
-#: What is kept of a site's introduction; whatever else it says is dropped.
-HELLO_KEYS = ("client", "fedloom", "backbone", "tokenizer", "examples", "rows", "truncated", "no_label_left")
+#: What is kept of a site's introduction, if it has that form; whatever else it says is dropped.
+HELLO_WORDS = ("client", "fedloom", "backbone", "tokenizer")
+HELLO_COUNTS = ("examples", "truncated", "no_label_left")
+ROW_COUNTS = ("rows", "kept", "empty_response", "empty_prompt")
 
 HELLO, ORDER, SECURE = "query.hello", "train.order", "train.secure"
 POLL_SECONDS = 0.5
@@ -114,6 +116,11 @@ def _terms(about: Mapping[str, Plain]) -> Terms:
 
 
 # The server's side.
+
+
+def counted(said: Mapping[str, Plain], keys: Iterable[str]) -> dict[str, int]:
+    """Return those of the keys under which a site said a number of rows: all else could spoil the server's files."""
+    return {key: said[key] for key in keys if type(said.get(key)) is int and 0 <= said[key] < 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -347,11 +354,14 @@ class FlowerTransport:
         if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
             raise UpdateRejected(f"another node that is online is {name!r} already")
         self.silent.discard(name)  # whoever comes back is waited for again
-        self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
+        known: dict[str, Plain] = {word: hello[word] for word in HELLO_WORDS} | counted(hello, HELLO_COUNTS)
+        if isinstance(rows := hello.get("rows"), dict):
+            known["rows"] = counted(rows, ROW_COUNTS)
+        self.cards[name] = Card(node.node_id, known)
         self.refused.pop(str(node.node_id), None)
         self._seen(name)
-        counted = "" if self.terms.privacy is not None else f", with {examples} examples"
-        self.observer.say(f"{name} is there{counted}.")
+        how_many = "" if self.terms.privacy is not None else f", with {examples} examples"
+        self.observer.say(f"{name} is there{how_many}.")
 
     def _receive(self, message: Any, client: str, round: int, down: int, seconds: float) -> Receipt | None:
         """Write a reply to the spool, unread but for its header and checksum; None if Flower brings no reply."""
