@@ -203,6 +203,27 @@ def test_one_name_is_one_node_and_a_key_is_bound_to_its_name(backbone_folder: Pa
     assert transport.present() == {"ann": 10}
 
 
+def test_what_flower_cannot_unpack_is_quarantined_by_name(backbone_folder: Path, tmp_path: Path) -> None:
+    method = METHODS["fedit"]()
+    world = world_of(method, tmp_path / "run")
+    nodes = write_sites(tmp_path / "sites", backbone_folder)
+    transport, _ = transport_of(world, nodes, terms_of("fedit", backbone_folder))
+    transport.gather()
+    inner = transport.grid.pull_messages
+
+    def pull(message_ids: list[str]) -> list[Message]:
+        found: list[Message] = inner(message_ids)
+        if any(message.metadata.src_node_id == 1 for message in found):
+            raise ValueError("`Message` objects must have exactly one child.")
+        return found
+
+    transport.grid.pull_messages = pull
+    world.run(method, transport=transport, rounds=1)
+    record = world.log.read()[1]
+    assert record["quarantined"] == {"ann": "the message has not the form of one: AttributeError"}
+    assert record["clients"].keys() == {"ann", "bob", "cyd", "dan"}
+
+
 def test_of_an_introduction_only_what_has_a_form_is_kept(backbone_folder: Path, tmp_path: Path) -> None:
     """Half a character (a lone surrogate) is JSON, and cannot be written to a file."""
     world = world_of(METHODS["fedit"](), tmp_path / "run")

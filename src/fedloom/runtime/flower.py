@@ -148,6 +148,15 @@ class Card:
     hello: dict[str, Plain]
 
 
+class Unreadable:
+    """Stands for a reply that is no message; ``unpack`` refuses it."""
+
+    content = None
+
+    def has_error(self) -> bool:
+        return False
+
+
 class FlowerTransport:
     """A ``Transport`` over Flower's ``Grid``.
 
@@ -220,7 +229,7 @@ class FlowerTransport:
         for node in nodes:
             self._greet(node)
         for message_id, node in list(self._hellos.items()):
-            for message in self.grid.pull_messages([message_id]):
+            for message in self._pull(message_id):
                 del self._hellos[message_id]
                 self._meet(node, message)
         online = {node.node_id for node in nodes}
@@ -261,7 +270,7 @@ class FlowerTransport:
         receipts: list[Receipt] = []
         while pending:
             for message_id, client in list(pending.items()):
-                for message in self.grid.pull_messages([message_id]):
+                for message in self._pull(message_id):
                     del pending[message_id]
                     self._seen(client, set(pending.values()) - self.silent)
                     receipt = self._receive(message, client, round, len(payloads[client]), time.monotonic() - start)
@@ -309,6 +318,16 @@ class FlowerTransport:
         ttl = max(self.patience.deadline, self.patience.wait) + 60
         (message_id,) = self.grid.push_messages([Message(content, node, kind, ttl=ttl)]) or [None]
         return message_id or None
+
+    def _pull(self, message_id: str) -> list[Any]:
+        """Return the reply to a message, if it is there. Flower unpacks it, and stumbles over what is no message."""
+        from google.protobuf.message import DecodeError
+
+        try:
+            return list(self.grid.pull_messages([message_id]))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError) as error:
+            logger.error("fedloom: a reply cannot be unpacked: %s", type(error).__name__)
+            return [Unreadable()]
 
     def _greet(self, node: Any) -> None:
         """Ask a node who it is, once each time it comes."""
