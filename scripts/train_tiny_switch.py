@@ -287,7 +287,8 @@ question. Exact: every token of the response is the most likely one. Chance is 2
 
 A warm start for AG News it is not: fine-tuned on 400 rows in one place (8 epochs, batches of 16, AdamW at 1e-3, one
 seed), it names the topic of 32.8, 47.4, 58.6 and 56.6% of 500 other training rows after 2, 4, 6 and 8 epochs;
-untrained, 28.6, 55.6, 59.8 and 57.0%. Naive Bayes on bags of tokens of 400 other training rows, without the instruction, has 72.6%.
+untrained, 28.6, 55.6, 59.8 and 57.0%. Naive Bayes on bags of tokens of 400 other
+training rows, without the instruction, has 72.6%.
 
 Tokens that the least and the most used expert get, and how many equally used experts would have the same entropy:
 

@@ -24,7 +24,7 @@ from fedloom.export import save_model
 from fedloom.model import LoadedModel, evaluate_files, load_model
 from fedloom.runtime.client import Workbench
 from fedloom.types import AdapterSpec, Tensors, View
-from small_world import SPEC, World, random_tensors, save_backbone, small_llama, tree
+from small_world import SPEC, World, random_tensors, save_backbone, small_backbone, small_llama, tree
 
 SPEC3 = AdapterSpec(SPEC.targets, rank=2, alpha=6.0, dropout=0.05, experts=3, router_hidden=8)
 IDS = torch.tensor([[72, 101, 108, 108, 111, 32, 119]])
@@ -162,6 +162,12 @@ def test_a_prompt_without_text_is_refused(prompt: str, says: str, folder: Path) 
 def test_no_task_is_named_as_the_mean_is(folder: Path) -> None:
     with pytest.raises(ConfigError, match="'macro' cannot name a task"):
         evaluate_files(folder, {"macro": "rows.jsonl"})
+
+
+def test_a_model_with_experts_of_its_own_has_no_gates_for_a_prompt() -> None:
+    workbench = Workbench(small_backbone(native=True), AdapterSpec((), native="full"), None)
+    with pytest.raises(ConfigError, match="for each token"):
+        LoadedModel({"routing": "top1"}, workbench).gates(["x"])
 
 
 def test_an_unknown_routing_is_refused(folder: Path) -> None:

@@ -192,8 +192,8 @@ def generate(
     from fedloom.model import load_model
 
     loaded = load_model(model, backbone=backbone)
+    gates = loaded.gates([prompt])[0].tolist() if explain or (as_json and not loaded.native) else []
     answer = loaded.generate(prompt, routing=routing, max_new_tokens=max_new_tokens)
-    gates = loaded.gates([prompt])[0].tolist() if explain or as_json else []
     if as_json:
         _print_json({"prompt": prompt, "text": answer, "routing": routing or loaded.routing, "gates": gates})
         return
@@ -250,10 +250,15 @@ def methods(as_json: AsJson = False) -> None:
     if as_json:
         _print_json(rows)
         return
-    table = Table("name", "method", "paper", "aggregated", "stays with the client", "exact average")
+    wide = console.width >= 120
+    table = Table("name", "method", "arXiv", *(("aggregated", "stays local", "exact average") if wide else ()))
+    table.columns[0].no_wrap = True
     for name, row in rows.items():
-        table.add_row(name, row["title"], row["paper"], row["aggregated"], row["local"], row["exact"])
+        more = (row["aggregated"], row["local"], row["exact"]) if wide else ()
+        table.add_row(name, row["title"], row["paper"].removeprefix("arXiv "), *more)
     console.print(table)
+    if not wide:
+        console.print("What is aggregated, what stays local, exactness: 120 columns or more, or --json.")
 
 
 @app.command()
@@ -276,12 +281,14 @@ def budget(
     if as_json:
         _print_json(found.to_plain())
         return
-    table = Table(title=harmless(f"{method} on {backbone}: {found.experts} × rank {found.rank}"), show_header=False)
+    native = found.rank == 0  # the whole backbone is trained, so nothing of it is frozen
+    each = "experts in each mixture layer, trained whole" if native else f"× rank {found.rank}"
+    table = Table(title=harmless(f"{method} on {backbone}: {found.experts} {each}"), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for label, value in (
         ("expert parameters, kept by the server", found.lora),
-        ("router parameters, kept by the server", found.router),
+        (f"{'all other' if native else 'router'} parameters, kept by the server", found.router),
         ("in all", found.total),
         ("trained by a client in a round", found.trained),
         ("bytes up per client and round (float32)", 4 * found.up),
@@ -289,7 +296,7 @@ def budget(
         ("signature values per bucket", found.signature),
         ("signature bytes per bucket", 4 * found.signature),
         ("probe: bytes up per bucket (signature and the other factor)", 4 * found.probe),
-        ("frozen backbone parameters", found.backbone_parameters),
+        ("frozen backbone parameters", 0 if native else found.backbone_parameters),
     ):
         table.add_row(label, f"{value:,}")
     console.print(table)

@@ -235,7 +235,8 @@ class Config(Section):
         if privacy is not None:
             privacy.check(method, server)
         if self.secagg is not None:
-            self.secagg.ordered().check(method, server, self.federation.wire, privacy)
+            federation = self.federation
+            self.secagg.ordered().check(method, server, federation.wire, privacy, federation.participation)
         return method
 
 

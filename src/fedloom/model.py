@@ -51,8 +51,19 @@ class LoadedModel:
     def routing(self) -> str:
         return str(self.about["routing"])
 
+    @property
+    def native(self) -> bool:
+        """Whether the experts are the backbone's own."""
+        return bool(self.bench.grafted.spec.native)
+
     def gates(self, prompts: Sequence[str]) -> torch.Tensor:
-        """Return the softmax gate of every expert for each prompt, (n, M); ones for a model with one expert."""
+        """Return the softmax gate of every expert for each prompt, (n, M); ones for a model with one expert.
+
+        Raises:
+            ConfigError: the experts are the backbone's own, which it chooses for each token.
+        """
+        if self.native:
+            raise ConfigError("This model chooses its own experts for each token, so a prompt has no gates to explain.")
         gates = self._route([self._encode(p) for p in prompts], "soft")
         assert gates is not None
         return gates

@@ -1,12 +1,14 @@
 """What a model with experts of its own takes, counted by hand from the published dimensions of switch-base-16."""
 
+import io
 from pathlib import Path
 
 import pytest
 from bench_records import run, write
+from rich.console import Console
 
 from fedloom.bench.costs import budget_table
-from fedloom.bench.dry import SUSTAINED, forecast
+from fedloom.bench.dry import SUSTAINED, dry_table, forecast
 from fedloom.bench.results import load_results
 from fedloom.bench.suite import Cell, load_suite
 from fedloom.budget import budget
@@ -21,12 +23,12 @@ ATTENTION = (12 + 2 * 12) * 4 * WIDTH * 12 * 64  # encoder, decoder, and the dec
 REST = SPARSE * EXPERT + SPARSE * EXPERTS * WIDTH + VOCABULARY * WIDTH + (12 * 2 + 12 * 3 + 2) * WIDTH + 2 * 32 * 12
 
 
-def cell(native="full", **training):
+def cell(native="full", task="ag_news", **training):
     plain = {
         "method": {"name": "fedavg_moe"},
         "backbone": {"name": "google/switch-base-16"},
         "data": {
-            "benchmark": {"tasks": ["ag_news"], "clients": 10, "train": 1000, "skew": "label"},
+            "benchmark": {"tasks": [task], "clients": 10, "train": 1000, "skew": "label"},
             "max_length": 100,
         },
         "adapter": {"native": native, "rank": 4},
@@ -61,6 +63,14 @@ def test_forecast_of_whole_experts():
     assert found.hours == pytest.approx(6 * met * tokens / SUSTAINED / 3600)
     few = forecast(cell(steps=5))  # five steps of each of ten clients are fewer than three epochs
     assert few.hours == pytest.approx(found.hours * 5 * 8 * 10 / 3000)
+
+
+def test_the_same_method_on_two_tasks_stands_under_each():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(dry_table([cell(), cell(task="mmlu"), cell()]))
+    lines = [" ".join(line.split()[:2]) for line in console.export_text().splitlines()]
+    kept = [line for line in lines if line.startswith(("google", "FedAvg"))]
+    assert kept == ["google/switch-base-16: ag_news", "FedAvg 2", "google/switch-base-16: mmlu", "FedAvg 1"]
 
 
 def test_forecast_of_loras_on_experts():

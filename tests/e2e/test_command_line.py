@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fedloom.cli import app
@@ -81,6 +82,23 @@ def test_budget_gives_the_papers_counts_without_a_download(
 
 def test_methods_lists_the_registry() -> None:
     assert set(json.loads(fedloom("methods", "--json").stdout)) == set(METHODS)
+
+
+def test_methods_fit_80_columns_with_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.cli.console", Console(width=80))
+    text = CliRunner().invoke(app, ["methods"]).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(f"│ {name} " in text for name in METHODS)
+
+
+def test_budget_of_a_model_that_is_trained_whole_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.cli.console", Console(width=80))
+    text = CliRunner().invoke(app, ["budget", "--backbone", "tiny-switch", "--method", "fcmoe"]).stdout
+    lines = {line.strip("│ ").rsplit("│", 1)[0].strip(): line.strip("│ ").split()[-1] for line in text.splitlines()}
+    assert lines["frozen backbone parameters"] == "0"
+    # 3 mixture layers of 16 experts, each 2 · 128 · 160.
+    assert lines["expert parameters, kept by the server"] == "1,966,080"
+    assert lines["all other parameters, kept by the server"] == "1,181,952"
 
 
 def test_check_prints_counts_and_no_text(tmp_path: Path) -> None:

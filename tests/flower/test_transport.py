@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-from fake_grid import Node, results, terms_of, transport_of, write_sites
+from fake_grid import PATIENCE, Node, results, terms_of, transport_of, write_sites
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.error import Error
 
@@ -19,7 +21,8 @@ from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods import METHODS
 from fedloom.runtime import flower, flower_messages
 from fedloom.runtime.flower import Patience, pack, unpack
-from small_world import SECRET, client_rows, save_backbone, tree, world_of
+from fedloom.runtime.memory import ClientMemory
+from small_world import SECRET, TRAINING, client_rows, save_backbone, tree, world_of
 
 
 @pytest.mark.parametrize("name", ["fedit", "fedweave", "fedsa_lora", "scaffold"])
@@ -171,6 +174,13 @@ def test_a_site_keeps_to_its_limits_and_its_secrets(backbone_folder: Path, tmp_p
     transport.gather()
     with pytest.raises(RoundError, match="asks for 3 steps; this site's limit is 2"):
         world.run(method, transport=transport, rounds=1)
+    longer = terms_of("fedweave", backbone_folder, options={"warmup_steps": 3})
+    transport, notes = transport_of(world, nodes, longer)
+    transport.gather()
+    weave, two = longer.build_method(), replace(TRAINING, steps=2)
+    warm = world_of(weave, tmp_path / "warm")
+    with pytest.raises(RoundError, match="method asks for 3 steps; this site's limit is 2"):
+        warm.run(weave, transport=transport, rounds=0, training=two)
     (tmp_path / "sites" / "ann" / "rows.jsonl").write_text('{"prompt": "zebrafinch"}\n')
     flower._site.cache_clear()
     transport, notes = transport_of(world, nodes, terms_of("fedit", backbone_folder))
@@ -191,3 +201,56 @@ def test_one_name_is_one_node_and_a_key_is_bound_to_its_name(backbone_folder: Pa
     transport.grid.nodes = [Node(10, ann.config)]  # the node has gone, another takes its place
     transport.present()
     assert transport.present() == {"ann": 10}
+
+
+def test_what_flower_cannot_unpack_is_quarantined_by_name(backbone_folder: Path, tmp_path: Path) -> None:
+    method = METHODS["fedit"]()
+    world = world_of(method, tmp_path / "run")
+    nodes = write_sites(tmp_path / "sites", backbone_folder)
+    transport, _ = transport_of(world, nodes, terms_of("fedit", backbone_folder))
+    transport.gather()
+    inner = transport.grid.pull_messages
+
+    def pull(message_ids: list[str]) -> list[Message]:
+        found: list[Message] = inner(message_ids)
+        if any(message.metadata.src_node_id == 1 for message in found):
+            raise ValueError("`Message` objects must have exactly one child.")
+        return found
+
+    transport.grid.pull_messages = pull
+    world.run(method, transport=transport, rounds=1)
+    record = world.log.read()[1]
+    assert record["quarantined"] == {"ann": "the message has not the form of one: AttributeError"}
+    assert record["clients"].keys() == {"ann", "bob", "cyd", "dan"}
+
+
+def test_of_an_introduction_only_what_has_a_form_is_kept(backbone_folder: Path, tmp_path: Path) -> None:
+    """Half a character (a lone surrogate) is JSON, and cannot be written to a file."""
+    world = world_of(METHODS["fedit"](), tmp_path / "run")
+    nodes = write_sites(tmp_path / "sites", backbone_folder)[:1]
+
+    def spoil(asked: Any, reply: Any) -> Any:
+        about, _ = unpack(reply.content, 1 << 20)
+        hello = about["hello"] | {
+            "truncated": "\ud800",
+            "no_label_left": -1,
+            "rows": {"rows": 8, "kept": "\ud800", "x": 1},
+        }
+        return Message(pack({"hello": hello}), reply_to=reply)
+
+    nodes[0].spoil = spoil
+    transport, _ = transport_of(world, nodes, terms_of("fedit", backbone_folder), replace(PATIENCE, expected=1))
+    assert transport.gather() == ["ann"]
+    known = transport.cards["ann"].hello
+    assert sorted(known) == ["backbone", "client", "examples", "fedloom", "rows", "tokenizer"]
+    assert known["rows"] == {"rows": 8}
+
+
+def test_a_site_that_is_always_late_keeps_the_memory_that_is_named(backbone_folder: Path, tmp_path: Path) -> None:
+    site = flower._site(str(write_sites(tmp_path, backbone_folder)[0].config))
+    terms = terms_of("fedit", backbone_folder)
+    for round, named in [(1, None), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2), (7, 2)]:
+        site._keep(terms.model_copy(update={"memory": named}), round, ClientMemory())
+    kept = {path.name for path in (tmp_path / "ann" / "memory" / terms.run).iterdir()}
+    assert {"ann-r1.safetensors", "ann-r2.safetensors"} <= kept  # an older checkpoint names the first
+    assert "ann-r3.safetensors" not in kept

@@ -274,6 +274,13 @@ def test_nobody_replied() -> None:
     assert weighted_mean_by_component([]) == ({}, {})
 
 
+def test_running_mean_of_a_transposed_tensor() -> None:
+    running, one = RunningMean(), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    running.add("x", one.T, 1)
+    running.add("x", torch.zeros(3, 2), 1)
+    assert running.mean()["x"].tolist() == [[0.5, 2.0], [1.0, 2.5], [1.5, 3.0]]
+
+
 def test_running_mean_keeps_bfloat16_and_accumulates_in_float64() -> None:
     running = RunningMean()
     for value in [256.0] + [1.0] * 255:  # in bfloat16, 256 + 1 = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +167,12 @@ def test_the_server_refuses_malformed_answers() -> None:
     wrong = text(other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
     with pytest.raises(UpdateRejected, match="not on the curve P-384"):
         server.take_keys("ann", {"cipher": wrong, "mask": wrong})
+    named = raw(server.keys["bob"]["mask"]).splitlines()
+    der = bytearray(base64.b64decode(b"".join(named[1:-1])))
+    der[19] ^= 1  # the last byte of the curve's name: P-384 becomes a curve that nobody knows
+    unknown = text(b"\n".join([named[0], base64.b64encode(der), named[-1]]))
+    with pytest.raises(UpdateRejected, match="public key cannot be read"):
+        server.take_keys("ann", {"cipher": unknown, "mask": unknown})
     with pytest.raises(UpdateRejected, match="not base64"):
         server.take_keys("ann", {"cipher": "?", "mask": "AA=="})
     with pytest.raises(UpdateRejected, match="not short text"):
@@ -224,6 +231,22 @@ def test_the_mean_is_that_of_float64_but_for_the_last_place(clients: list[tuple[
     assert ((sums["router/w"] - expected) / heavy).abs().max() <= 2.0**-33 * 1.01
 
 
+def test_shares_of_a_key_of_another_kind_end_the_round_by_name() -> None:
+    """Ann shares what she likes and drops out; the server takes the shares together for a key."""
+    clients = {name: SecureClient(name) for name in NAMES}
+    server = SecureSum(3, LENGTH)
+    for name, client in clients.items():
+        server.take_keys(name, client.keys(7))
+    other = ed25519.Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    clients["ann"].state["mask"]["private"] = text(other)
+    for name, client in clients.items():
+        server.take_shares(name, client.shares(7, server.keys, 3))
+    with pytest.raises(RoundError, match="do not fit together"):
+        finish(clients, server, NAMES[1:], NAMES[1:])
+
+
 def test_the_heaviest_clients_do_not_overflow() -> None:
     layout = Layout({"router/w": (1,)})
     most = HEAVIEST // 4
@@ -235,7 +258,7 @@ def test_the_heaviest_clients_do_not_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("value", "weight", "why"),
-    [(65.0, 1, "not within"), (float("nan"), 1, "not within"), (1.0, 11, "weight 11 of 'router' is beyond 10")],
+    [(65.0, 1, "not within"), (float("nan"), 1, "not within"), (1.0, 11, "weight of 'router' is beyond 10")],
 )
 def test_what_does_not_fit_is_refused_by_name(value: float, weight: int, why: str) -> None:
     with pytest.raises(UpdateRejected, match=why):

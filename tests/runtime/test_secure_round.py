@@ -28,7 +28,7 @@ from fedloom.runtime.leaving import Leaving
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.secure_client import frame, unframe
 from fedloom.types import Client, Order, Reply, Tensors
-from small_world import Wire, World, client_rows, tree, world_of
+from small_world import TRAINING, Wire, World, client_rows, tree, world_of
 
 SECAGG = SecureAggregation(min_contributors=2, reveal_signatures=True)
 ROUNDING = 2.0**-24  # of float32 values up to 1, after integers of 2⁻³³ each
@@ -212,6 +212,16 @@ def test_an_expert_that_loses_a_contributor_on_the_way_is_not_uncovered(tmp_path
     assert not all(torch.equal(tensor, start[name]) for name, tensor in end.items() if name.startswith("experts/0/"))
 
 
+def test_whoever_is_asked_again_goes_on_from_the_memory_before_the_round(tmp_path: Path) -> None:
+    where = {"ann": [0, 1], "bob": [1], "cyd": [0], "dan": [0]}
+    keep = replace(TRAINING, optimizer_state="keep")
+    found = go(tmp_path, "fedweave", SECAGG, silent("bob", "mask"), method=alike(where), rounds=1, training=keep)
+    memories = found.checkpoints.load(1).memories
+    taken = {name: float(found.memory.read(memories[name]).tensors["optimizer/0/step"]) for name in ("ann", "cyd")}
+    assert taken == {"ann": 3.0, "cyd": 3.0}  # they trained twice, for one round
+    assert memories["bob"] == "bob-r0.safetensors"
+
+
 def test_too_few_sites_end_the_round_by_name(tmp_path: Path) -> None:
     few = {name: client_rows()[name] for name in ("ann", "bob")}
     with pytest.raises(RoundError, match=r"needs 3 sites .* 2 sites are left, of 2 asked"):
@@ -325,6 +335,8 @@ def test_what_cannot_be_summed_is_refused_by_name_and_reason() -> None:
     assert "server.importance 'norm' works on single updates" in refused(server={"importance": "norm"})
     assert "Leave federation.wire ('int8') at 'none'" in refused(federation={"wire": "int8"})
     assert "Set secagg.reveal_signatures" in refused(method={"name": "fedweave"})
+    private = {"privacy": {"clip": 1, "noise": 1}, "server": {"weights": "uniform"}}
+    assert "Set federation.participation to 1" in refused(**private, federation={"participation": 0.5})
     assert "'secagg.threshold' is 0.5" in refused(secagg={"threshold": 0.5})
     parse_config({"data": {"synthetic": {}}, "method": {"name": "fedweave"}, "secagg": {"reveal_signatures": True}})
 

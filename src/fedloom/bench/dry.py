@@ -133,27 +133,26 @@ def _met(model: Any, whole: int) -> int:
 
 
 def dry_table(cells: Sequence[Cell]) -> Group:
-    """Return a table per backbone and the sum: what the cells of each label need, in 80 columns."""
-    groups: dict[str, dict[tuple[str, str], list[Cell]]] = {}
+    """Return a table per backbone and tasks, and the sum: what the cells of each label need, in 80 columns."""
+    groups: dict[tuple[str, str], dict[str, list[Cell]]] = {}
     for cell in cells:
         benchmark = cell.config.data.benchmark
         tasks = ", ".join(benchmark.tasks) if benchmark else ""
-        groups.setdefault(cell.config.backbone.name, {}).setdefault((cell.title, tasks), []).append(cell)
+        groups.setdefault((cell.config.backbone.name, tasks), {}).setdefault(cell.title, []).append(cell)
     shown: list[RenderableType] = [Text("What the suite will take", style="bold")]
     hours, moved, examples = 0.0, 0.0, set()
-    for backbone, methods in groups.items():
-        table = Table(
-            title=Text(backbone, style="italic"), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False
-        )
+    for (backbone, tasks), methods in groups.items():
+        title = Text(f"{backbone}: {tasks}" if tasks else backbone, style="italic")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
         table.add_column("method", overflow="fold")
         for heading in ("cells", "trained M", "warm-up steps", "MB up", "MB down", "GB sent", "device GB", "hours"):
             table.add_column(heading, justify="right")
-        for (title, _), group in methods.items():
+        for label, group in methods.items():
             one = forecast(group[0])
             hours, moved = hours + one.hours * len(group), moved + one.total_bytes * len(group)
             examples.add(one.examples)
             table.add_row(
-                Text(title),
+                Text(label),
                 str(len(group)),
                 f"{one.trainable / 1e6:,.2f}",
                 f"{one.probe_steps:,}",

@@ -46,7 +46,7 @@ class FCMoE(Method):
     paper = "arXiv 2606.15625"
     aggregated = "each expert by activations × update norm, conflicts projected; the rest by sample count"
     local_only = "the last update of each expert, kept for the next start"
-    exact = "yes: whole experts are averaged"
+    exact = "yes: whole experts are averaged (of LoRAs on them, factors: no)"
     singles = "each update is projected on the consensus of all"
     native = True
     personal = True

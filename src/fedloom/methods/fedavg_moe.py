@@ -32,7 +32,7 @@ class FedAvgMoE(Method):
     title = "FedAvg"
     paper = "arXiv 1602.05629"
     aggregated = "everything by sample count"
-    exact = "yes: whole parameters are averaged"
+    exact = "yes: whole parameters are averaged (of LoRAs on experts, factors: no)"
     native = True
     Options = FedAvgMoEOptions
     options: FedAvgMoEOptions

@@ -41,7 +41,7 @@ class FedMoE(Method):
     aggregated = (
         "each expert and its row of the router over the clients that hold it; the rest over all; by sample count"
     )
-    exact = "yes: whole experts are averaged"
+    exact = "yes: whole experts are averaged (of LoRAs on them, factors: no)"
     has_probe = True
     native = True
     personal = True

@@ -77,7 +77,9 @@ class SecureAggregation:
     min_contributors: int = 3
     reveal_signatures: bool = False
 
-    def check(self, method: Method, server: ServerStep, wire: str, privacy: Privacy | None) -> None:
+    def check(
+        self, method: Method, server: ServerStep, wire: str, privacy: Privacy | None, participation: float
+    ) -> None:
         """Refuse what cannot be summed so.
 
         Raises:
@@ -86,6 +88,11 @@ class SecureAggregation:
         check_summed("secagg", method, server)
         if wire != "none":
             raise ConfigError(f"secagg: a masked sum cannot be compressed. Leave federation.wire ({wire!r}) at 'none'.")
+        if privacy is not None and participation < 1:
+            raise ConfigError(
+                "secagg with privacy: where chance draws too few for one sum, nobody's update counts, so that one more "
+                "client decides on the others' too, which ε does not allow for. Set federation.participation to 1."
+            )
         if method.has_probe and not self.reveal_signatures and privacy is None:
             raise ConfigError(
                 f"secagg: {method.title} compares the clients' signatures before round 1, one by one, which no sum can "

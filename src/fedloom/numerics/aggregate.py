@@ -121,7 +121,7 @@ class RunningMean:
         self.weights[name] = self.weights.get(name, 0.0) + weight
         if weight > 0:
             if name not in self._sums:
-                self._sums[name] = torch.zeros_like(tensor, dtype=torch.float64)
+                self._sums[name] = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
             for total, piece in zip(self._sums[name].view(-1).split(PIECE), pieces(tensor), strict=True):
                 total.add_(piece, alpha=weight)
 

@@ -48,7 +48,7 @@ class Layout:
         sent = {component(name) for name in tensors}
         for unit in sorted(sent):
             if not 0 <= counts[unit] <= most:
-                raise UpdateRejected(f"the weight {counts[unit]} of {unit!r} is beyond {most}")
+                raise UpdateRejected(f"the weight of {unit!r} is beyond {most}")
         head = [number for unit in self.units for number in ((counts[unit], 1) if unit in sent else (0, 0))]
         head += [0, 0] if loss is None else [_whole(loss) * counts["examples"], counts["examples"]]
         parts = [np.array(head, np.int64)]
@@ -86,5 +86,5 @@ def layout_of(schemas: Iterable[Mapping[str, tuple[int, ...]]], units: Sequence[
 
 def _whole(value: float) -> int:
     if not abs(value) <= LARGEST:
-        raise UpdateRejected(f"the loss is {value}, not within ±{LARGEST:g}")
+        raise UpdateRejected(f"the loss is not within ±{LARGEST:g}")  # its words reach the server
     return round(value * 2.0**PLACES)

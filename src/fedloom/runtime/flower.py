@@ -32,8 +32,10 @@ from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain
 from fedloom.version import __version__
 
-#: What is kept of a site's introduction; whatever else it says is dropped.
-HELLO_KEYS = ("client", "fedloom", "backbone", "tokenizer", "examples", "rows", "truncated", "no_label_left")
+#: What is kept of a site's introduction, if it has that form; whatever else it says is dropped.
+HELLO_WORDS = ("client", "fedloom", "backbone", "tokenizer")
+HELLO_COUNTS = ("examples", "truncated", "no_label_left")
+ROW_COUNTS = ("rows", "kept", "empty_response", "empty_prompt")
 
 HELLO, ORDER, SECURE = "query.hello", "train.order", "train.secure"
 POLL_SECONDS = 0.5
@@ -116,6 +118,11 @@ def _terms(about: Mapping[str, Plain]) -> Terms:
 # The server's side.
 
 
+def counted(said: Mapping[str, Plain], keys: Iterable[str]) -> dict[str, int]:
+    """Return those of the keys under which a site said a number of rows: all else could spoil the server's files."""
+    return {key: said[key] for key in keys if type(said.get(key)) is int and 0 <= said[key] < 1 << 40}
+
+
 @dataclass(frozen=True)
 class Patience:
     """How long the server waits, in seconds.
@@ -139,6 +146,15 @@ class Card:
 
     node: int
     hello: dict[str, Plain]
+
+
+class Unreadable:
+    """Stands for a reply that is no message; ``unpack`` refuses it."""
+
+    content = None
+
+    def has_error(self) -> bool:
+        return False
 
 
 class FlowerTransport:
@@ -215,7 +231,7 @@ class FlowerTransport:
         for node in nodes:
             self._greet(node)
         for message_id, node in list(self._hellos.items()):
-            for message in self.grid.pull_messages([message_id]):
+            for message in self._pull(message_id):
                 del self._hellos[message_id]
                 self._meet(node, message)
         online = {node.node_id for node in nodes}
@@ -272,7 +288,7 @@ class FlowerTransport:
         receipts: list[Receipt] = []
         while pending:
             for message_id, client in list(pending.items()):
-                for message in self.grid.pull_messages([message_id]):
+                for message in self._pull(message_id):
                     del pending[message_id]
                     self._seen(client, set(pending.values()) - self.silent)
                     receipt = self._receive(message, client, round, len(payloads[client]), time.monotonic() - start)
@@ -321,6 +337,16 @@ class FlowerTransport:
         (message_id,) = self.grid.push_messages([Message(content, node, kind, ttl=ttl)]) or [None]
         return message_id or None
 
+    def _pull(self, message_id: str) -> list[Any]:
+        """Return the reply to a message, if it is there. Flower unpacks it, and stumbles over what is no message."""
+        from google.protobuf.message import DecodeError
+
+        try:
+            return list(self.grid.pull_messages([message_id]))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError) as error:
+            logger.error("fedloom: a reply cannot be unpacked: %s", type(error).__name__)
+            return [Unreadable()]
+
     def _greet(self, node: Any) -> None:
         """Ask a node who it is, once each time it comes."""
         key = node.node_id, node.last_activated_at
@@ -366,11 +392,14 @@ class FlowerTransport:
             raise UpdateRejected(f"another node that is online is {name!r} already")
         self.silent.discard(name)  # whoever comes back is waited for again
         self.probed.discard(name)
-        self.cards[name] = Card(node.node_id, {key: hello[key] for key in HELLO_KEYS if key in hello})
+        known: dict[str, Plain] = {word: hello[word] for word in HELLO_WORDS} | counted(hello, HELLO_COUNTS)
+        if isinstance(rows := hello.get("rows"), dict):
+            known["rows"] = counted(rows, ROW_COUNTS)
+        self.cards[name] = Card(node.node_id, known)
         self.refused.pop(str(node.node_id), None)
         self._seen(name)
-        counted = "" if self.terms.privacy is not None else f", with {examples} examples"
-        self.observer.say(f"{name} is there{counted}.")
+        how_many = "" if self.terms.privacy is not None else f", with {examples} examples"
+        self.observer.say(f"{name} is there{how_many}.")
 
     def _receive(self, message: Any, client: str, round: int, down: int, seconds: float) -> Receipt | None:
         """Write a reply to the spool, unread but for its header and checksum; None if Flower brings no reply."""

@@ -81,12 +81,13 @@ def check_public(key: bytes) -> None:
     Raises:
         UpdateRejected: it is none.
     """
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 
     try:
         found = bytes_to_public_key(key)
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise UpdateRejected("its public key cannot be read") from error
     if not isinstance(found, ec.EllipticCurvePublicKey) or not isinstance(found.curve, ec.SECP384R1):
         raise UpdateRejected("its public key is not on the curve P-384")
@@ -263,6 +264,7 @@ class SecureSum:
         Raises:
             RoundError: too few clients helped, or their shares do not fit.
         """
+        from cryptography.exceptions import UnsupportedAlgorithm
         from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
         if self.helpers < self.threshold:
@@ -280,7 +282,8 @@ class SecureSum:
                 for peer in self.survivors:  # who masked for a client whose vector never came
                     shared = pair_mask(secret, raw(self.keys[peer]["mask"]), self.length)
                     total = total - shared if peer < client else total + shared
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, TypeError, AttributeError, UnsupportedAlgorithm) as error:
+            # Shares may add up to anything, also to a private key of another kind.
             raise RoundError(
                 f"the shares that the sites sent do not fit together ({error}). The model is as it was before the "
                 "round."

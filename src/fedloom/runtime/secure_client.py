@@ -76,7 +76,7 @@ def work_for_sum(
     send = reply.send
     if privacy is not None:
         values = sum(t.numel() for t in send.values())
-        send = clip(send, privacy.clip * (1 - 2.0**-20) - 2.0 ** -(PLACES + 1) * values**0.5)
+        send = clip(send, max(0.0, privacy.clip * (1 - 2.0**-20) - 2.0 ** -(PLACES + 1) * values**0.5))
     layout = layout_of([Method.asked(method, order)], plan["units"])
     wanted = {name: tensor for name, tensor in send.items() if name in layout.shapes}
     loss = None if privacy is not None else reply.metrics.get("loss")

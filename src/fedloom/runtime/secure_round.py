@@ -88,8 +88,6 @@ def secure_exchange(
     start, tally = time.perf_counter(), Tally()
     by_client = {order.client: order for order in orders}
     cohort = sorted(by_client)
-    if federation.privacy is not None and len(cohort) < 3:  # drawn by chance: what the model shows of it is noise
-        return Answers([], [], {}, cohort, 0.0, Totals())
     while True:
         asked = {client: method.asked(by_client[client]) for client in cohort}
         units = wide_enough([{component(n) for n in schema} for schema in asked.values()], secure.min_contributors)
@@ -100,7 +98,9 @@ def secure_exchange(
                 f"model to which {secure.min_contributors} contribute; {len(cohort)} sites are left, of "
                 f"{len(orders)} asked. Failed: {tally.quarantined or 'none'}. The model is as it was before the round."
             )
-        attempt = Attempt(method, transport, [by_client[c] for c in cohort], units, memories, secure, observer, tally)
+        # A client that is asked again goes on from the memory that it had before the round.
+        held = dict(memories)
+        attempt = Attempt(method, transport, [by_client[c] for c in cohort], units, held, secure, observer, tally)
         stayed = attempt.collect()
         contributors = {u: sum(u in {component(n) for n in asked[c]} for c in stayed) for u in units}
         if all(count >= secure.min_contributors for count in contributors.values()) and len(stayed) >= need:
@@ -108,6 +108,7 @@ def secure_exchange(
         observer.say(f"Round {orders[0].round}: too few sites stayed for one sum; those that stayed are asked again.")
         cohort = stayed
     totals = attempt.uncover(contributors)
+    memories.update(attempt.memories)
     check_sum(method, orders[0], totals, contributors, federation)
     used = {unit for unit in units if totals.weights[unit] > 0}
     sums = {name: total for name, total in totals.sums.items() if component(name) in used}

@@ -215,6 +215,8 @@ class Site:
         """
         self.check(terms)
         method, order = terms.build_method(), self._read(payload)
+        if (steps := method.local_steps(order)) > self.config.limits.max_steps:
+            raise SiteRefusal(f"its method asks for {steps} steps; this site's limit is {self.config.limits.max_steps}")
         if self.config.limits.only_sums and order.kind == "fit":
             raise SiteRefusal("this site's updates leave in secure sums only (limits.only_sums)")
         encoded, kept = leave(method, self._client(order, terms), order, terms.leaving())
@@ -271,7 +273,7 @@ class Site:
         if kept is not None:
             memory = MemoryFolder(Path(self.config.folder) / terms.run)
             memory.write(self.config.client, round, kept)
-            self._forget(memory, round)
+            self._forget(memory, round, terms.memory)
 
     def _read(self, payload: bytes) -> Order:
         limits = self.config.limits
@@ -308,11 +310,15 @@ class Site:
             raise SiteRefusal(f"{self.config.client} has lost its memory of round {round}")
         return folder.read(version)
 
-    def _forget(self, folder: MemoryFolder, round: int) -> None:
-        """Delete memories that no checkpoint of a server at ``round`` names; later ones will be written anew."""
+    def _forget(self, folder: MemoryFolder, round: int, named: int | None) -> None:
+        """Delete memories that no checkpoint of a server at ``round`` names; later ones will be written anew.
+
+        A server that has had no answer in time for some rounds still goes on from the memory that it ``named``.
+        """
         names = [path.name for path in folder.folder.iterdir()]
         past = sorted((of, name) for name in names if (of := round_of(name)) is not None and of <= round)
-        folder.forget_all_but(set(names) - {name for _, name in past[:-KEEP_VERSIONS]})
+        known = [name for of, name in past if named is not None and of <= named][-(KEEP_VERSIONS - 1) :]
+        folder.forget_all_but(set(names) - {name for _, name in past[:-KEEP_VERSIONS]} | set(known))
 
 
 def version_of(client: str, round: int) -> str:
