@@ -63,7 +63,7 @@ def _is_record(found: Plain) -> bool:
     """Return whether this can be the record of a round."""
     if not isinstance(found, dict) or type(found.get("round")) is not int:
         return False
-    sections = [found.get(key, {}) for key in ("clients", "weights", "quarantined", "evaluation")]
+    sections = [found.get(key, {}) for key in ("clients", "weights", "shares", "quarantined", "evaluation")]
     fits = all(isinstance(section, dict) for section in sections)
     return fits and all(isinstance(client, dict) for client in sections[0].values())
 
