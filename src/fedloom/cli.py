@@ -309,7 +309,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Say where a run stands: rounds, sites, experts and who trains them."""
-    from fedloom.report.status import read_status
+    from fedloom.report.status import expert_lines, read_status
     from fedloom.report.wording import size
 
     found = read_status(out)
@@ -335,9 +335,8 @@ def status(
             console.print(harmless(f"{name}, round {number}, quarantined: {reason}"))
     for node, why in found.refused.items():
         console.print(harmless(f"node {node} is refused: {why}"))
-    for expert, clients in found.experts.items():
-        who = ", ".join(f"{client} ({examples})" for client, examples in clients.items())
-        console.print(harmless(f"{expert}: {who or 'nobody'}"))
+    for line in expert_lines(found):
+        console.print(harmless(line))
 
 
 @app.command()

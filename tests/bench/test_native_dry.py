@@ -22,10 +22,12 @@ ATTENTION = (12 + 2 * 12) * 4 * WIDTH * 12 * 64  # encoder, decoder, and the dec
 # Feed-forward layers in every other block, routers, embeddings, norms of blocks and of both stacks, relative positions.
 REST = SPARSE * EXPERT + SPARSE * EXPERTS * WIDTH + VOCABULARY * WIDTH + (12 * 2 + 12 * 3 + 2) * WIDTH + 2 * 32 * 12
 
+MODEL = SPARSE * EXPERTS * EXPERT + ATTENTION + REST
 
-def cell(native="full", task="ag_news", **training):
+
+def cell(native="full", task="ag_news", method=None, **training):
     plain = {
-        "method": {"name": "fedavg_moe"},
+        "method": method or {"name": "fedavg_moe"},
         "backbone": {"name": "google/switch-base-16"},
         "data": {
             "benchmark": {"tasks": [task], "clients": 10, "train": 1000, "skew": "label"},
@@ -63,6 +65,44 @@ def test_forecast_of_whole_experts():
     assert found.hours == pytest.approx(6 * met * tokens / SUSTAINED / 3600)
     few = forecast(cell(steps=5))  # five steps of each of ten clients are fewer than three epochs
     assert few.hours == pytest.approx(found.hours * 5 * 8 * 10 / 3000)
+
+
+def test_a_forecast_holds_pfl_moes_own_heads_and_gates():
+    """A pass over a client's rows takes what a training step takes, and the own head beside it, of one round of two.
+
+    Of 1,000 rows every fourth of a client is its gate's, rounded down for each of ten clients.
+    """
+    plain = forecast(cell())
+    options = {"name": "pfl_moe", "after": 1, "head_epochs": 20, "gate_epochs": 30}
+    found = forecast(cell(method=options))
+    met = MODEL - SPARSE * (EXPERTS - 1) * EXPERT
+    passes = 20 * (1000 - (250 - 10)) + 30 * 250
+    more = (6 * met + 6 * VOCABULARY * WIDTH) * passes * 100
+    assert found.hours - plain.hours == pytest.approx(more / SUSTAINED / 3600)
+    assert found.memory - plain.memory == 16 * VOCABULARY * WIDTH
+    assert (found.up_bytes, found.down_bytes, found.total_bytes) == (
+        plain.up_bytes,
+        plain.down_bytes,
+        plain.total_bytes,
+    )
+    never = forecast(cell(method=options | {"after": 2}))
+    assert never.hours == plain.hours
+
+
+def test_a_forecast_holds_fedmoes_capacity_and_its_probe():
+    """Half of the experts go down and up; before, the whole model goes down to all ten, which count by a forward."""
+    plain, found = forecast(cell()), forecast(cell(method={"name": "fedmoe", "capacity": 0.5}))
+    half = SPARSE * EXPERTS // 2 * EXPERT + ATTENTION + REST
+    assert (found.trainable, found.frozen) == (half, MODEL - half)
+    assert (found.up_bytes, found.down_bytes) == (4 * half, 4 * half)
+    assert found.total_bytes == 2 * 4 * half * 10 * 2 + 4 * MODEL * 10
+    assert found.memory == plain.memory  # all experts stay in the model that it trains
+    met = MODEL - SPARSE * (EXPERTS - 1) * EXPERT
+    assert found.hours - plain.hours == pytest.approx(2 * met * 1000 * 100 / SUSTAINED / 3600)
+    least = forecast(cell(method={"name": "fedmoe", "capacity": 0.01}))  # one per layer
+    assert least.trainable == SPARSE * EXPERT + ATTENTION + REST
+    most = forecast(cell(method={"name": "fedmoe", "capacity": 0.5, "capacities": {"client_00": 1.0}}))
+    assert most.trainable == MODEL
 
 
 def test_the_same_method_on_two_tasks_stands_under_each():

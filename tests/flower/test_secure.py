@@ -13,19 +13,21 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-from fake_grid import Restarts, transport_of, write_sites
+from fake_grid import PATIENCE, Restarts, terms_of, transport_of, write_sites
 from flower_processes import result_of
 
 from fedloom.config import parse_config
-from fedloom.errors import RoundError
+from fedloom.errors import RoundError, SiteRefusal
 from fedloom.experiment import run
 from fedloom.methods import METHODS
 from fedloom.methods.sums import SecureAggregation
 from fedloom.runtime.flower import SECURE
+from fedloom.runtime.loop import make_orders
 from fedloom.runtime.secure_client import frame, unframe
 from fedloom.runtime.site import Site, load_site
+from fedloom.runtime.wire import encode_order
 from fedloom.types import Client, Order, Reply
-from small_world import World, tree
+from small_world import TRAINING, World, tree
 
 SECTIONS = {"method": {"name": "fedit"}, "federation": {"rounds": 2}, "secagg": {"min_contributors": 3}}
 MARK = 0.1234567
@@ -101,9 +103,31 @@ def test_a_site_can_insist_on_sums(backbone_folder: Path, tmp_path: Path) -> Non
         sites.serve()
 
 
-def test_keys_wait_in_a_file_of_this_user_only(backbone_folder: Path, tmp_path: Path) -> None:
-    from fake_grid import terms_of
+def test_a_site_that_insists_on_sums_sends_no_signatures_unless_it_says_so(
+    backbone_folder: Path, tmp_path: Path
+) -> None:
+    """One bucket and many steps would make a signature a whole update."""
+    (node, *_) = write_sites(tmp_path / "one", backbone_folder, limits={"only_sums": True})
+    site = Site(load_site(node.config))
+    options = {"max_buckets": 1, "warmup_steps": 50}
+    private = {"clip": 1.0, "noise": 1.0, "probe_clip": 1.0, "probe_noise": 0.0}  # noise is the server's word
+    method, world = METHODS["fedweave"](), World(tmp_path / "world")
+    (order,) = make_orders(method, "probe", method.init(world.setup), ["ann"], TRAINING)
+    for privacy in (None, private):
+        terms = terms_of("fedweave", backbone_folder, options=options, privacy=privacy)
+        with pytest.raises(SiteRefusal, match="sends no signatures"):
+            site.answer(encode_order(order), terms)
+    assert not (tmp_path / "one" / "ann" / "memory").exists()
 
+    sites = Restarts(tmp_path, backbone_folder)
+    sites.nodes = write_sites(tmp_path / "open", backbone_folder, limits={"only_sums": True, "signatures": True})
+    sites.sections["federation"] = {"rounds": 1}
+    sites.write()
+    with pytest.raises(RoundError, match=r"round 1 got 0 usable replies .* secure sums only"):  # after the probe
+        sites.serve()
+
+
+def test_keys_wait_in_a_file_of_this_user_only(backbone_folder: Path, tmp_path: Path) -> None:
     (node, *_) = write_sites(tmp_path, backbone_folder)
     site, terms = Site(load_site(node.config)), terms_of("fedit", backbone_folder)
     answer, kept = site.secure(frame({"stage": "keys", "round": 1}), terms)
@@ -113,9 +137,31 @@ def test_keys_wait_in_a_file_of_this_user_only(backbone_folder: Path, tmp_path: 
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
 
 
-def test_one_silent_site_costs_nothing_but_itself(backbone_folder: Path, tmp_path: Path) -> None:
-    from fake_grid import PATIENCE, terms_of
+def test_keys_of_a_round_that_ended_early_go_with_the_next_message_of_another_kind(
+    backbone_folder: Path, tmp_path: Path
+) -> None:
+    (node, *_) = write_sites(tmp_path, backbone_folder)
+    site, terms = Site(load_site(node.config)), terms_of("fedit", backbone_folder)
+    other = terms.model_copy(update={"run": "1" * 16})
 
+    method, world = METHODS["fedit"](), World(tmp_path / "world")
+    (order,) = make_orders(method, "fit", method.init(world.setup), ["somebody else"], TRAINING)
+
+    def left() -> list[str]:
+        return sorted(path.name[0] for path in tmp_path.rglob("*.secrets.json"))
+
+    for of in (terms, other):
+        site.secure(frame({"stage": "keys", "round": 1}), of)
+    assert left() == ["0", "1"]
+    with pytest.raises(SiteRefusal, match="for 'somebody else'"):
+        site.answer(encode_order(order), terms)  # runs may go on side by side
+    assert left() == ["1"]
+    site.secure(frame({"stage": "keys", "round": 1}), terms)
+    site.hello(terms)  # a run starts or goes on
+    assert left() == []
+
+
+def test_one_silent_site_costs_nothing_but_itself(backbone_folder: Path, tmp_path: Path) -> None:
     nodes = write_sites(tmp_path / "sites", backbone_folder)
     results = []
     for silent in (True, False):

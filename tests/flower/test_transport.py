@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.error import Error
 
 from fedloom.backbones.load import load_backbone
-from fedloom.errors import RoundError, UpdateRejected
+from fedloom.errors import RoundError, SiteRefusal, UpdateRejected
 from fedloom.methods import METHODS
 from fedloom.runtime import flower, flower_messages
 from fedloom.runtime.flower import Patience, pack, unpack
@@ -186,6 +186,21 @@ def test_a_site_keeps_to_its_limits_and_its_secrets(backbone_folder: Path, tmp_p
     transport, notes = transport_of(world, nodes, terms_of("fedit", backbone_folder))
     assert transport.gather() == ["bob", "cyd", "dan"]
     assert any("it says: DataError; the site's own log says more" in said for said in notes.said)
+
+
+def test_what_a_site_refuses_is_one_line_of_its_log(
+    backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node, *_) = write_sites(tmp_path, backbone_folder)
+    lines: list[str] = []
+    monkeypatch.setattr(flower.logger, "error", lambda form, *values: lines.append(form % values))
+
+    def refuse(*_: Any) -> None:
+        raise SiteRefusal("no \x1b[2J\n" + 1000 * "x")
+
+    content = pack({"terms": terms_of("fedit", backbone_folder).model_dump()})
+    flower._answered(content, {"config": str(node.config)}, refuse)
+    assert lines == [r"fedloom refuses: no \x1b[2J\n" + 492 * "x"]  # 500 characters of the reason, 8 of them before
 
 
 def test_one_name_is_one_node_and_a_key_is_bound_to_its_name(backbone_folder: Path, tmp_path: Path) -> None:

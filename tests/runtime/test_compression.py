@@ -168,3 +168,28 @@ def test_a_reply_in_another_form_is_quarantined(tmp_path: Path) -> None:
     found = world(tmp_path, "fedit", INT8)
     found.run(METHODS["fedit"](), rounds=1, transport=Wire(found.simulator, change), wire="int8")
     assert found.log.read()[1]["quarantined"] == {"bob": "it is encoded as 'none', but 'int8' was ordered"}
+
+
+def test_after_a_quarantined_reply_all_is_as_if_it_had_not_come(tmp_path: Path) -> None:
+    """Round 2 of three: what rounding left over in round 1 is still there in round 3."""
+
+    def spoilt(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        for receipt in receipts:
+            if (orders[0].round, receipt.client) == (2, "bob"):
+                receipt.path.write_bytes(b"no reply")
+        return receipts
+
+    def lost(orders: Sequence[Order], receipts: list[Receipt]) -> list[Receipt]:
+        return [receipt for receipt in receipts if (orders[0].round, receipt.client) != (2, "bob")]
+
+    found = {}
+    for change in (spoilt, lost):
+        known = world(tmp_path / change.__name__, "fedit", INT8)
+        known.run(METHODS["fedit"](), rounds=3, transport=Wire(known.simulator, change), wire="int8")
+        found[change] = outcome(known.out)
+        second, third = (known.checkpoints.load(round).memories for round in (2, 3))
+        assert (second["bob"], second["ann"]) == ("bob-r1.safetensors", "ann-r2.safetensors")
+        assert third["bob"] == "bob-r3.safetensors"
+    assert found[spoilt]["log"][2]["quarantined"].keys() == {"bob"}
+    for what in ("checkpoints", "memory"):
+        assert found[spoilt][what] == found[lost][what]

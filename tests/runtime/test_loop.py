@@ -17,7 +17,7 @@ from fedloom.numerics.tree import norm
 from fedloom.runtime.loop import Federation, Receipt, judge, make_orders, sample_cohort
 from fedloom.runtime.quarantine import absurd_norms
 from fedloom.runtime.wire import encode_reply
-from fedloom.types import Order, Replies, Reply, State
+from fedloom.types import Order, Replies, Reply, State, component
 from small_world import SPEC, TRAINING, Wire, World
 
 NAMES = st.lists(st.integers(0, 99), unique=True, min_size=1, max_size=30).map(
@@ -99,7 +99,26 @@ def test_judging_sorts_and_counts(tmp_path: Path) -> None:
     record = answers.record()
     assert record["train_loss"] == (3 * 6.0 + 1 * 2.0) / 4
     assert record["weights"] == {"examples": 4, "w": 4}
+    assert record["shares"] == {}  # both sent all there is
     assert (record["bytes_up"], record["bytes_down"], record["seconds"]) == (30, 60, 1.25)
+
+
+def test_the_log_names_the_clients_of_what_not_all_sent(tmp_path: Path) -> None:
+    class Parts(Method):
+        def expected(self, order: Order, reply: Reply) -> dict[str, tuple[int, ...]]:
+            return dict.fromkeys(reply.send, (1,))
+
+    receipts = []
+    for client, size, expert in (("a", 3, 0), ("b", 2, 1), ("c", 1, 1)):
+        names = ["experts/p.0/w", f"experts/p.{expert}/w", "router/w"]
+        counts = {"examples": size} | dict.fromkeys({component(name) for name in names}, size)
+        path = tmp_path / client
+        path.write_bytes(encode_reply(Reply(client, {name: torch.ones(1) for name in names}, counts, {}), 1))
+        receipts.append(Receipt(client, path, 1, 1, 0.0))
+    orders = make_orders(Parts(), "fit", STATE, ["a", "b", "c"], TRAINING)
+    record = judge(Parts(), orders, receipts, Federation(), 0.0).record()
+    assert record["weights"] == {"examples": 6, "experts/p.0": 6, "experts/p.1": 3, "router": 6}
+    assert record["shares"] == {"experts/p.1": {"b": 2, "c": 1}}
 
 
 def test_A8_too_few_replies_name_both_numbers(tmp_path: Path) -> None:

@@ -151,6 +151,18 @@ def test_a_client_refuses_what_would_uncover_it() -> None:
         cyd.unmask(7, NAMES)
 
 
+def test_a_peers_name_cannot_write_into_the_log() -> None:
+    evil = "dan\x1b[2J\nINFO: all is well"
+    clients = {name: SecureClient(name) for name in ("ann", "bob", evil)}
+    keys = {name: client.keys(7) for name, client in clients.items()}
+    sealed = {name: client.shares(7, keys, 2) for name, client in clients.items()}
+    ann = clients["ann"]
+    ann.mask(7, {"bob": sealed["bob"]["ann"], evil: sealed["bob"][evil]}, vectors()["ann"])
+    with pytest.raises(SiteRefusal) as refused:
+        ann.unmask(7, ["ann", "bob", evil])
+    assert str(refused.value) == r"the shares of dan\x1b[2J\nINFO: all is well cannot be decrypted"
+
+
 def test_the_server_refuses_malformed_answers() -> None:
     clients, server = until_mask()
     with pytest.raises(UpdateRejected, match="masked vector has 8 bytes, expected 512"):

@@ -228,6 +228,22 @@ def test_too_few_sites_end_the_round_by_name(tmp_path: Path) -> None:
         go(tmp_path, "fedit", SECAGG, clients=few, rounds=1)
 
 
+def test_fewer_than_the_threshold_are_asked_again(tmp_path: Path) -> None:
+    """All four must stay; three do, at whatever stage: the second try is of three, and all of those stay."""
+    everyone = replace(SECAGG, threshold=1.0)
+    for stage in ("shares", "mask"):
+        found = go(tmp_path / stage, "fedit", everyone, silent("bob", stage), rounds=1)
+        gone = go(tmp_path / f"{stage}-gone", "fedit", SECAGG, silent("bob", stage), rounds=1)
+        assert difference(found, gone, 1) == 0.0
+        assert found.log.read()[1]["absent"] == ["bob"]
+
+    def two(stage: str, name: str, data: bytes) -> bytes | None:
+        return None if stage == "mask" and name in ("bob", "cyd") else data
+
+    with pytest.raises(RoundError, match=r"needs 3 sites .* 2 sites are left, of 4 asked"):
+        go(tmp_path / "two", "fedit", everyone, two, rounds=1)
+
+
 # A planted marker.
 
 MARK = 0.1234567

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.bench.suite import Cell
 from fedloom.budget import Payload, architecture, most_buckets, payload
 from fedloom.config import Config
+from fedloom.errors import DataError
+from fedloom.methods.base import Method
+from fedloom.methods.fedmoe import FedMoEOptions
+from fedloom.methods.pfl_moe import PFLMoEOptions
 from fedloom.methods.prototypes import ExpertOptions
-from fedloom.types import AdapterSpec
+from fedloom.types import AdapterSpec, component
 
 #: Assumed, and said so beside the figures: what a data-centre GPU sustains on these small batches, in FLOP/s.
 SUSTAINED = 150e12
@@ -36,12 +41,12 @@ class Forecast:
         frozen: the other parameters of the backbone.
         up_bytes, down_bytes: float32 bytes per client and round, at most.
         probe_steps: warm-up steps of one client before round 1, at most.
-        total_bytes: both directions, all clients, the rounds and the probe's warm-ups, at most.
+        total_bytes: both directions, all clients, the rounds and the probe, at most.
         memory: bytes on the device: frozen weights in bfloat16, trained ones with gradients and AdamW moments in
             float32, what else an order brings in float32, activations.
         examples: what a round trains on, at most.
-        hours: warm-up and local steps at the longest length and ``SUSTAINED``, without evaluation; of a mixture layer's
-            experts a token meets only those that it is sent to.
+        hours: warm-up and local steps, own heads and gates, and what a probe counts, at the longest length and
+            ``SUSTAINED``, without evaluation; of a mixture layer's experts a token meets only those that it is sent to.
     """
 
     trainable: int
@@ -61,6 +66,7 @@ def forecast(cell: Cell) -> Forecast:
     Raises:
         ConfigError: the backbone is unknown.
         AdapterError: a target matches nothing.
+        DataError: a client's file cannot be read.
     """
     config = cell.config
     method = config.build_method()
@@ -69,20 +75,26 @@ def forecast(cell: Cell) -> Forecast:
     whole = sum(p.numel() for p in model.parameters())
     met = _met(model, whole)
     rank = adapter.rank or method.default_rank
-    one = 0  # values of one bucket's warm-up
+    clients = _clients(config)
+    one = probe_values = 0  # values of one bucket's warm-up, and of the probe
     if adapter.native:
         with torch.device("meta"):
             full = adapter.native == "full"
             slots = find_native(model).slots() if full else graft_expert_lora(model, rank, adapter.alpha).slots()
-        count = sum(slot.value.numel() for slot in slots.values())
+        sizes = {name: slot.value.numel() for name, slot in slots.items()}
+        count = _held(method, sizes)
+        optimised = sum(sizes.values())  # experts that are stacked in one Parameter have moments, held or not
         sent = Payload(count, count, count)
+        if method.has_probe:  # the whole model goes down once, and numbers come back
+            probe_values = clients * optimised
     else:
         targets = tuple(adapter.targets or default_targets(model_config))
         shapes = target_modules(model, targets)
         sent = payload(method, AdapterSpec(targets, rank, adapter.alpha), shapes, model_config.hidden_size, EXPERTS)
+        optimised = sent.trained
         one = sum(rank * (out + width) for out, width in shapes.values())
     frozen = whole - sent.trained if adapter.native == "full" else whole
-    clients = _clients(config)
+    still = 0 if adapter.native == "full" else whole  # what no client trains
     rounds, training = config.federation.rounds, config.training
     cohort = max(1, round(clients * config.federation.participation))
     examples, warm = _examples(config, cohort), method.options
@@ -92,7 +104,17 @@ def forecast(cell: Cell) -> Forecast:
     width, layers = model_config.hidden_size, model_config.num_hidden_layers
     # About 34 bytes per token, layer and channel are kept for the backward pass in mixed precision.
     activations = 34 * training.batch_size * config.data.max_length * width * layers
-    probe_values = clients * (1 + buckets) * one if buckets else 0  # one adapter down, one per bucket up
+    if buckets:
+        probe_values = clients * (1 + buckets) * one  # one adapter down, one per bucket up
+    # Forward 2, backward through frozen weights 2, gradients of the backbone's own weights 2.
+    step = 6 if adapter.native == "full" else 4
+    operations = step * met * tokens
+    if isinstance(method.options, PFLMoEOptions):  # the whole backward is made; beside it, that of the own head
+        head = model.get_output_embeddings().weight.numel()
+        optimised += head
+        operations += (step * met + 6 * head) * _own_rows(config, method.options) * config.data.max_length
+    elif adapter.native and method.has_probe:
+        operations += 2 * met * _rows(config) * config.data.max_length
     return Forecast(
         trainable=sent.trained,
         frozen=frozen,
@@ -100,10 +122,9 @@ def forecast(cell: Cell) -> Forecast:
         down_bytes=4 * sent.down,
         probe_steps=buckets * warm.warmup_steps if isinstance(warm, ExpertOptions) else 0,
         total_bytes=4 * ((sent.up + sent.down) * cohort * rounds + probe_values),
-        memory=2 * frozen + 16 * sent.trained + 4 * max(0, sent.down - sent.trained) + activations,
+        memory=2 * still + 16 * optimised + 4 * max(0, sent.down - sent.trained) + activations,
         examples=examples,
-        # Forward 2, backward through frozen weights 2, gradients of the backbone's own weights 2.
-        hours=(6 if adapter.native == "full" else 4) * met * tokens / SUSTAINED / 3600,
+        hours=operations / SUSTAINED / 3600,
     )
 
 
@@ -119,6 +140,42 @@ def _examples(config: Config, cohort: int) -> int:
     if training.epochs and benchmark is not None:  # all rows lie with the cohort, at most
         return min(steps, training.epochs * benchmark.train * len(benchmark.tasks))
     return steps
+
+
+def _rows(config: Config) -> int:
+    """Return how many training rows there are, at most; of files the lines are counted."""
+    if (benchmark := config.data.benchmark) is not None:
+        return benchmark.train * len(benchmark.tasks)
+    if (synthetic := config.data.synthetic) is not None:
+        return synthetic.train * synthetic.clients
+    try:
+        return sum(Path(file).read_bytes().count(b"\n") + 1 for file in config.data.clients.values())
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _own_rows(config: Config, options: PFLMoEOptions) -> int:
+    """Return over how many rows own heads and gates go in all rounds; each round, all rows may lie with the cohort."""
+    rows = _rows(config)
+    for_gate = rows // options.gate_every
+    for_head = rows - max(0, for_gate - _clients(config))  # each client rounds its gate's rows down
+    passes = for_head * options.head_epochs + for_gate * options.gate_epochs
+    return passes * max(0, config.federation.rounds - options.after)
+
+
+def _held(method: Method, sizes: dict[str, int]) -> int:
+    """Return how many of a native model's trained values, name → number, one client holds, at most."""
+    experts: dict[str, int] = {}
+    for name, size in sizes.items():
+        if name.startswith("experts/"):
+            experts[component(name)] = experts.get(component(name), 0) + size
+    count = len(experts)
+    if isinstance(options := method.options, FedMoEOptions):
+        capacity = max([options.capacity, *options.capacities.values()])
+        layers = {unit.rpartition(".")[0] for unit in experts}  # each keeps one
+        count = max(len(layers), int(capacity * len(experts) + 1e-9))
+    shared = sum(sizes.values()) - sum(experts.values())
+    return shared + sum(sorted(experts.values(), reverse=True)[:count])
 
 
 def _met(model: Any, whole: int) -> int:

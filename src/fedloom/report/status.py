@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from fedloom.errors import DataError
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
-from fedloom.types import Plain, State
+from fedloom.types import Plain, State, component
 
 
 @dataclass
@@ -60,9 +61,10 @@ class RunStatus:
         updated: when the log was last written, in UTC.
         rounds: what the log says of each, without its clients.
         sites: client → see there.
-        experts: component → client → examples of the buckets that train it, or all that a client has.
+        experts: component → client → examples of the buckets that train it, or what it counted in the last round.
         refused: what a server across sites said of nodes that it did not let in.
         waiting_for: whom it waits for now.
+        unnamed: component → examples in the last round of sites that the log does not name.
     """
 
     method: str
@@ -75,6 +77,7 @@ class RunStatus:
     experts: dict[str, dict[str, int]]
     refused: dict[str, str]
     waiting_for: list[str]
+    unnamed: dict[str, int] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Plain]:
         return asdict(self)
@@ -95,6 +98,7 @@ def read_status(out: Path) -> RunStatus:
         sites.setdefault(name, SiteStatus()).last_seen = seen
     for name, examples in presence.get("examples", {}).items():
         sites[name].examples = sites[name].examples or examples
+    experts, unnamed = _experts(out, records)
     return RunStatus(
         method=method,
         rounds_wanted=rounds,
@@ -103,9 +107,10 @@ def read_status(out: Path) -> RunStatus:
         updated=_when(log.path.stat().st_mtime) if log.path.is_file() else None,
         rounds=[{key: r[key] for key in ROUND_KEYS if key in r} for r in records],
         sites=dict(sorted(sites.items())),
-        experts=_experts(out, records),
+        experts=experts,
         refused=presence.get("refused", {}),
         waiting_for=presence.get("waiting_for", []),
+        unnamed=unnamed,
     )
 
 
@@ -146,17 +151,66 @@ def experts_of(state: State) -> dict[str, dict[str, int]]:
     return found
 
 
-def _experts(out: Path, records: list[dict[str, Plain]]) -> dict[str, dict[str, int]]:
+def _experts(out: Path, records: list[dict[str, Plain]]) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Return ``RunStatus.experts`` and ``unnamed``."""
     checkpoints = CheckpointFolder(out / "checkpoints", {})
     done = checkpoints.rounds()
     state = checkpoints.state(done[-1]) if done else None
     if state is not None and state.values.get("assignment"):
-        return experts_of(state)
-    if not records or "clients" not in records[-1]:
-        return {}
-    last = records[-1]
+        return experts_of(state), {}
+    last = records[-1] if records else {}
+    weights = {unit: n for unit, n in last.get("weights", {}).items() if unit.startswith("experts/")}
+    if not weights:
+        return {}, {}
+    native = state.tensors if state is not None and state.spec.native else ()
+    units = {component(name) for name in native if name.startswith("experts/")} | weights.keys()
     everyone = {name: c["examples"] for name, c in last["clients"].items() if name not in last["quarantined"]}
-    return {unit: everyone for unit in last["weights"] if unit.startswith("experts/")}
+    experts: dict[str, dict[str, int]] = {}
+    unnamed: dict[str, int] = {}
+    for unit in sorted(units, key=_natural):
+        shares = last.get("shares", {}).get(unit)
+        if unit not in weights or shares is not None:
+            experts[unit] = shares or {}
+        elif weights[unit] == last["weights"].get("examples"):
+            experts[unit] = everyone
+        else:
+            unnamed[unit] = weights[unit]
+    return experts, unnamed
+
+
+def expert_lines(status: RunStatus) -> list[str]:
+    """Say who trains which expert: a line per LoRA expert; of native experts, per layer and those who train alike."""
+    words = {unit: ", ".join(f"{c} ({n})" for c, n in by.items()) or "nobody" for unit, by in status.experts.items()}
+    words |= {unit: f"sites that the log does not name ({examples})" for unit, examples in status.unnamed.items()}
+    lines: list[str] = []
+    layers: dict[str, dict[str, list[int]]] = {}
+    for unit in sorted(words, key=_natural):
+        path, _, expert = unit.removeprefix("experts/").rpartition(".")
+        if path:
+            layers.setdefault(path, {}).setdefault(words[unit], []).append(int(expert))
+        else:
+            lines.append(f"{unit}: {words[unit]}")
+    for path, groups in layers.items():
+        count = sum(map(len, groups.values()))
+        for who, found in groups.items():
+            lines.append(f"{path}: expert{'s' * (len(found) > 1)} {_ranges(found)} of {count}: {who}")
+    return lines
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order names with numbers by the numbers: 2 before 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers in words, three or more in a row as a range: ``0–5, 7, 8``."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{r[0]}–{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
 def _when(seconds: float) -> str:

@@ -153,6 +153,7 @@ class Answers:
         accepted = {usable.receipt.client: usable for usable in found}
         clients = {}
         weights: dict[str, int] = {}
+        shares: dict[str, dict[str, int]] = {}
         weighted_loss, supervised = 0.0, 0
         for receipt in self.receipts:
             usable = accepted.get(receipt.client)
@@ -166,15 +167,19 @@ class Answers:
             clients[receipt.client] = {**metrics, "examples": examples, **sent}
             for unit, count in counts.items():
                 weights[unit] = weights.get(unit, 0) + count
+                shares.setdefault(unit, {})[receipt.client] = count
             if "loss" in metrics:
                 weighted_loss, supervised = weighted_loss + examples * metrics["loss"], supervised + examples
         if self.totals is not None:
             weights = {unit: int(weight) for unit, weight in self.totals.weights.items()}
             weighted_loss, supervised = self.totals.loss
+        everyone = shares.get("examples")
         return {
             "train_loss": weighted_loss / supervised if supervised else None,
             "clients": clients,
             "weights": weights,
+            # Of what not every client sent, or not for all its examples: by whom.
+            "shares": {unit: by for unit, by in shares.items() if by != everyone},
             "quarantined": self.quarantined,
             "absent": self.absent,
             "bytes_up": sum(r.bytes_up for r in self.receipts),

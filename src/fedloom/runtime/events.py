@@ -63,7 +63,8 @@ def _is_record(found: Plain) -> bool:
     """Return whether this can be the record of a round."""
     if not isinstance(found, dict) or type(found.get("round")) is not int:
         return False
-    sections = [found.get(key, {}) for key in ("clients", "joined", "weights", "quarantined", "evaluation")]
+    kinds = ("clients", "joined", "weights", "shares", "quarantined", "evaluation")
+    sections = [found.get(key, {}) for key in kinds]
     fits = all(isinstance(section, dict) for section in sections)
     return fits and all(isinstance(client, dict) for section in sections[:2] for client in section.values())
 

@@ -94,7 +94,7 @@ def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site
         about, payload = unpack(content, site.config.limits.max_order_bytes)
         return what(site, _terms(about), payload)
     except (SiteRefusal, UpdateRejected) as refusal:
-        logger.error("fedloom refuses: %s", refusal)
+        logger.error("fedloom refuses: %s", printable(str(refusal), MAX_REASON))
         return pack({"refused": str(refusal)})
     except Exception as error:
         logger.error("fedloom: %s", error, exc_info=None if isinstance(error, FedloomError) else error)

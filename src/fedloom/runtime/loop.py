@@ -79,7 +79,9 @@ def federate(
             return secure_exchange(method, transport, orders, memories, federation, observer)
         receipts = transport.exchange(method, orders, memories, observer) if orders else []
         answers = judge(method, orders, receipts, federation, time.perf_counter() - start)
-        memories.update({r.client: r.memory for r in receipts if r.memory is not None})
+        # Whoever is quarantined goes on from the memory before the round, as one whose answer never came.
+        usable = [r for r in answers.receipts if r.client not in answers.quarantined]
+        memories.update({r.client: r.memory for r in usable if r.memory is not None})
         for client, why in sorted(answers.quarantined.items()):
             observer.say(f"Round {state.round}: the reply of {client} is quarantined: {why}.")
         return answers

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import RoundError, SiteRefusal, UpdateRejected
+from fedloom.runtime.quarantine import printable
 from fedloom.types import Plain
 
 Vector = NDArray[np.int64]
@@ -184,9 +185,9 @@ class SecureClient:
                 decrypt(key, raw(self.state["sealed"][peer]))
             )
         except InvalidToken as error:
-            raise SiteRefusal(f"the shares of {peer} cannot be decrypted") from error
+            raise SiteRefusal(f"the shares of {printable(peer, 128)} cannot be decrypted") from error
         if (source, target) != (names.index(peer), names.index(self.name)):
-            raise SiteRefusal(f"the shares of {peer} are not for this site")
+            raise SiteRefusal(f"the shares of {printable(peer, 128)} are not for this site")
         return seed_share, key_share
 
     def _enter(self, stage: str, round: int) -> None:

@@ -1,8 +1,8 @@
 """A round with secure aggregation, as the server sees it: four exchanges, and one mean update out of them.
 
 A unit (an expert, the router) to which fewer than ``min_contributors`` clients contribute is left out of the vectors,
-so that its sum cannot show a single client. If clients drop out so that a unit would fall below that number, nothing is
-uncovered: the round is asked again of those that stayed, without that unit.
+so that its sum cannot show a single client. If clients drop out so that a unit would fall below that number, or if
+fewer than the threshold stay, nothing is uncovered: the round is asked again of those that stayed, without that unit.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def secure_exchange(
         attempt = Attempt(method, transport, [by_client[c] for c in cohort], units, held, secure, observer, tally)
         stayed = attempt.collect()
         contributors = {u: sum(u in {component(n) for n in asked[c]} for c in stayed) for u in units}
-        if all(count >= secure.min_contributors for count in contributors.values()) and len(stayed) >= need:
+        wide = all(count >= secure.min_contributors for count in contributors.values())
+        if wide and len(stayed) >= max(need, attempt.sum.threshold):
             break
         observer.say(f"Round {orders[0].round}: too few sites stayed for one sum; those that stayed are asked again.")
         cohort = stayed

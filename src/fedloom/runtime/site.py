@@ -39,14 +39,15 @@ class Limits(Section):
     """What a site does for a server, at most.
 
     ``max_width`` bounds what an order can make it allocate: the summed rank of all experts, the summed width of the
-    routers, the slots, and the examples of a batch. ``only_sums``: updates leave in secure sums only, whatever the
-    server asks for.
+    routers, the slots, and the examples of a batch. ``only_sums``: whatever the server asks for, updates leave in
+    secure sums only, and nothing that a method asks for before round 1 leaves, unless ``signatures`` is true.
     """
 
     max_steps: int = Field(10_000, ge=1)
     max_width: int = Field(4096, ge=1)
     max_order_bytes: int = Field(2 << 30, ge=1)
     only_sums: bool = False
+    signatures: bool = False
 
 
 class SiteConfig(Section):
@@ -184,6 +185,7 @@ class Site:
         Raises:
             SiteRefusal: see ``check``, or there is nothing to train on.
         """
+        self._forget_secrets("*")
         self.check(terms)
         if not len(self.rows):
             raise SiteRefusal(f"{self.config.client} holds no usable example")
@@ -213,12 +215,16 @@ class Site:
         Raises:
             SiteRefusal: the order is for another client, model or method, beyond the limits, or not to be understood.
         """
+        self._forget_secrets(terms.run)
         self.check(terms)
         method, order = terms.build_method(), self._read(payload)
         if (steps := method.local_steps(order)) > self.config.limits.max_steps:
             raise SiteRefusal(f"its method asks for {steps} steps; this site's limit is {self.config.limits.max_steps}")
         if self.config.limits.only_sums and order.kind == "fit":
             raise SiteRefusal("this site's updates leave in secure sums only (limits.only_sums)")
+        # A probe's steps and buckets are the server's choice, and so is its noise: it may be a whole update.
+        if self.config.limits.only_sums and not self.config.limits.signatures:
+            raise SiteRefusal("this site sends no signatures (limits.only_sums is true, limits.signatures is not)")
         encoded, kept = leave(method, self._client(order, terms), order, terms.leaving())
         self._keep(terms, order.round, kept)
         return encoded, kept is not None
@@ -226,7 +232,8 @@ class Site:
     def secure(self, payload: bytes, terms: Terms) -> tuple[bytes, bool]:
         """Answer one message of a secure round; see ``runtime.secure_client``.
 
-        The keys of the round wait in a file that only this user can read, from its first message to its last.
+        The keys of the round wait in a file that only this user can read, from its first message to its last, or to
+        whatever else the site is asked next.
 
         Returns:
             The answer, and whether the memory of this round was written.
@@ -257,6 +264,11 @@ class Site:
             place.unlink(missing_ok=True)
         self._keep(terms, round, kept)
         return encoded, kept is not None
+
+    def _forget_secrets(self, run: str) -> None:
+        """Delete what is left of a secure round that ended early, of one run or of all (``*``)."""
+        for place in Path(self.config.folder).glob(f"{run}.secrets.json"):
+            place.unlink(missing_ok=True)
 
     def _client(self, order: Order, terms: Terms) -> LocalClient:
         memory = MemoryFolder(Path(self.config.folder) / terms.run)
