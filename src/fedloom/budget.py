@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fedloom.adapters.inject import default_targets, target_modules
-from fedloom.adapters.native import find_native
+from fedloom.adapters.inject import DEFAULT_TARGETS, default_targets, target_modules
+from fedloom.adapters.native import ROUTERS, find_native
 from fedloom.adapters.state import expected_shapes
 from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
@@ -153,6 +153,11 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
     kind = METHODS[method]
     if kind.native:
         return _native_budget(backbone, method, model)
+    if config.model_type in ROUTERS and config.model_type not in DEFAULT_TARGETS:
+        raise ConfigError(
+            f"{kind.title} trains LoRA experts, and no default targets are known for {config.model_type!r} models. "
+            "This backbone has experts of its own: count with --method fcmoe, or another method for native experts."
+        )
     targets = default_targets(config)
     shapes = target_modules(model, targets)
     plain = AdapterSpec(targets, rank or kind.default_rank)

@@ -283,8 +283,8 @@ def evaluate_files(
             observer.say(f"{task}: {report.summary()}.")
         rows[task], examples[task] = Rows(kept), [found[e.index] for e in kept]
     count = sum(map(len, rows.values()))
-    observer.phase("features", count)
     if model.bench.grafted.router is not None:
+        observer.phase("features", count)
         for found_rows in rows.values():
             found_rows.features(model.bench, observer.advance)
     observer.phase("evaluation", count * (2 if generate else 1))

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from fedloom.experiment import run
 from fedloom.export import save_model
 from fedloom.model import evaluate_files, load_model
 from fedloom.runtime.client import LocalClient, Workbench
+from fedloom.runtime.events import Observer
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, Tensors, Training, View, component
 from small_world import SPEC, byte_tokenizer, client_rows, random_tensors, rows, same, small_backbone
@@ -191,7 +193,9 @@ def test_a_run_trains_a_model_that_its_folder_holds(
     losses = [record["evaluation"]["loss"]["macro"] for record in records]
     assert losses[2] < losses[0]
     assert not any(record.get("quarantined") for record in records)
-    found = evaluate_files(tmp_path / "out" / "model", {"mine": files / "ann.jsonl"}, generate=False)
+    watched = Mock(spec=Observer)
+    found = evaluate_files(tmp_path / "out" / "model", {"mine": files / "ann.jsonl"}, generate=False, observer=watched)
+    assert [call.args[0] for call in watched.phase.call_args_list] == ["evaluation"]  # no router, no prompts
     assert found["loss"]["mine"] == pytest.approx(metrics["routing"]["top1"]["loss"]["mine"], rel=1e-4)
 
 

@@ -53,6 +53,11 @@ def test_a_method_for_native_experts_needs_some():
         budget("llama-3.2-3b", "fcmoe", 4)
 
 
+def test_a_method_of_lora_experts_points_to_one_for_native_experts():
+    with pytest.raises(ConfigError, match=r"FedWeave trains LoRA experts.*'switch_transformers'.*--method fcmoe"):
+        budget("switch-base-16", "fedweave", 4)
+
+
 def test_forecast_of_whole_experts():
     """Rows of an epoch, not the ceiling of steps; a token meets one expert of sixteen; forward 2, backward 4."""
     found = forecast(cell())
@@ -128,6 +133,8 @@ def test_the_budget_table_counts_native_methods_on_their_own_backbone_only(tmp_p
     assert [backbone for backbone, method in pairs if method == "FC-MoE"] == ["switch-base-16"]
     only = budget_table(load_results(write(tmp_path, runs[:1])))
     assert [(row[0].text, row[1].text) for row in only.rows] == [("switch-base-16", "FC-MoE")]
+    assert "frozen backbone" in table.notes[0]
+    assert not any("frozen backbone" in note for note in only.notes)  # all of it is trained
 
 
 def test_the_suites_hold_the_papers_grid():

@@ -45,8 +45,9 @@ def budget_table(results: Results) -> Table:
         Column("total", group="paper:"),
     ]
     rows = []
+    uncounted = "Optimizer state is" if len(native) == len(names) else "The frozen backbone and optimizer state are"
     notes = [
-        "Numbers of values, float32: times 4 for bytes. The frozen backbone and optimizer state are not counted.",
+        f"Numbers of values, float32: times 4 for bytes. {uncounted} not counted.",
         f"Experts: {EXPERTS} on the paper's backbones, as many as it found; else the most that a run here found. "
         "Beside: the mean of the runs here.",
         "Per client and round, at most: what a client trains, and what the method's own rules send up and down. Dense "
@@ -55,7 +56,10 @@ def budget_table(results: Results) -> Table:
     ]
     if native:
         titles = listed([METHODS[name].title for name in native])
-        notes.append(f"{titles}: the backbone's own experts, of each mixture layer, stand under LoRA, at rank 0.")
+        notes.append(
+            f"{titles}: counted as the whole backbone, trained without LoRA (rank 0). Its own experts, of all mixture "
+            "layers, stand in the column LoRA, all else under routers and other."
+        )
     for backbone in backbones:
         for method in (name for name in names if name in METHODS and (name not in native or backbone in own)):
             runs = [c for c in results.cells if _short(c.setting.backbone) == backbone and c.record["method"] == method]

@@ -32,7 +32,9 @@ class FCMoEOptions(MethodOptions):
 
     ``residual``: what is retained. Eq. 5 as printed projects the last update onto the new parameters
     (``parameter-projection``); the prose speaks of what the projection of Eq. 3 removed (``filtered``), which a client
-    finds along the way that the server took since, where no server optimiser bends it.
+    finds along the way that the server took since, where no server optimiser bends it. That is the
+    consensus that the client's update was part of only in full participation and of experts that it sent: after rounds
+    without the client it is the way over all of them, of an expert that it did not send the others' consensus.
     """
 
     importance: bool = True

@@ -33,6 +33,7 @@ class FedAvgMoE(Method):
     paper = "arXiv 1602.05629"
     aggregated = "everything by sample count"
     exact = "yes: whole parameters are averaged (of LoRAs on experts, factors: no)"
+    singles = "clients send activation counts, and models with experts of their own are not summed yet"
     native = True
     Options = FedAvgMoEOptions
     options: FedAvgMoEOptions
