@@ -177,7 +177,7 @@ def test_gates_are_computed_only_to_be_shown(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[list[str]] = []
 
     class Model:
-        routing, about = "top1", {"experts": [{}]}
+        routing, about, native = "top1", {"experts": [{}]}, False
 
         def generate(self, prompt: str, **options: object) -> str:
             return "[/x] answer"
