@@ -207,11 +207,12 @@ class MethodConfig(BaseModel):
     name: str = "fedweave"
 
 
-class Config(Section):
+class RunSections(Section):
+    """What a simulation and a run between sites are both told."""
+
     seed: int = 42
     method: MethodConfig = MethodConfig()
     backbone: BackboneConfig = BackboneConfig()
-    data: DataConfig
     adapter: AdapterConfig = AdapterConfig()
     federation: FederationConfig = FederationConfig()
     training: TrainingConfig = TrainingConfig()
@@ -219,6 +220,10 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     privacy: PrivacyConfig | None = None
     secagg: SecaggConfig | None = None
+
+
+class Config(RunSections):
+    data: DataConfig
 
     def build_method(self) -> Method:
         """Return the method with its options."""

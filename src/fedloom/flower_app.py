@@ -19,18 +19,10 @@ from pydantic import Field, ValidationError
 from fedloom.adapters.inject import target_modules
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import (
-    AdapterConfig,
-    BackboneConfig,
     Config,
     DataConfig,
-    EvaluationConfig,
-    FederationConfig,
-    MethodConfig,
-    PrivacyConfig,
-    SecaggConfig,
+    RunSections,
     Section,
-    ServerConfig,
-    TrainingConfig,
     explained,
     parse_config,
     read_yaml,
@@ -72,28 +64,18 @@ class SitesConfig(Section):
     deadline: float = Field(3600.0, gt=0)
 
 
-class SiteRunConfig(Section):
+class SiteRunConfig(RunSections):
     """The server's configuration: a run's, with sites in place of data. ``test`` (task → file) is the server's own."""
 
     out: str
     sites: SitesConfig
-    seed: int = 42
-    method: MethodConfig = MethodConfig()
-    backbone: BackboneConfig = BackboneConfig()
-    adapter: AdapterConfig = AdapterConfig()
-    federation: FederationConfig = FederationConfig()
-    training: TrainingConfig = TrainingConfig()
-    server: ServerConfig = ServerConfig()
-    privacy: PrivacyConfig | None = None
-    secagg: SecaggConfig | None = None
-    evaluation: EvaluationConfig = EvaluationConfig()
     test: dict[str, str] = Field(default_factory=dict)
     max_length: int = Field(512, ge=8, le=1_000_000)
 
     def of(self, clients: list[str]) -> Config:
         """Return the configuration of a run with these clients, whose files are at their sites."""
         data = DataConfig(clients=dict.fromkeys(clients, AT_THE_SITE), test=self.test, max_length=self.max_length)
-        shared = {name: getattr(self, name) for name in Config.model_fields if name != "data"}
+        shared = {name: getattr(self, name) for name in RunSections.model_fields}
         return Config(data=data, **shared)
 
 

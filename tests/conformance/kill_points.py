@@ -1,16 +1,16 @@
-"""Moments of a run at which a machine may die. ``arm`` makes one of them fatal, by an exception or by SIGKILL."""
+"""Moments of a run at which a machine may die, for ``fatal_moments.arm``: by an exception or by SIGKILL."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import pytest
 
+from fatal_moments import Point, arm, half_a_line
 from fedloom import files
 from fedloom.methods import METHODS
 from fedloom.runtime import checkpoint
@@ -20,28 +20,6 @@ from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.memory import MemoryFolder
 from fedloom.runtime.simulate import Simulator
 from small_world import TRAINING, world_of
-
-Die = Callable[[], NoReturn]
-
-
-class Killed(BaseException):
-    """No error that anything may handle."""
-
-
-class Point(NamedTuple):
-    """Die at the ``nth`` call of ``owner.attribute`` whose arguments satisfy ``when``; ``half`` runs just before."""
-
-    owner: Any
-    attribute: str
-    when: Callable[..., bool] = lambda *args, **kwargs: True
-    nth: int = 1
-    after: bool = False
-    half: Callable[..., Any] = lambda *args, **kwargs: None
-
-
-def _half_a_line(log: RoundLog, record: dict[str, Any]) -> None:
-    with open(log.path, "a", encoding="utf-8") as file:
-        file.write('{"round": 2, "cohort": ["a')
 
 
 def _half_pruned(folder: Path) -> None:
@@ -55,7 +33,7 @@ POINTS: dict[str, Point] = {
     "in the middle of a client": Point(LocalClient, "fit", lambda self, *args, **kwargs: self.round == 2, nth=2),
     "after a client wrote its memory": Point(MemoryFolder, "write", lambda self, c, round, m: round == 2, after=True),
     "before the log": Point(RoundLog, "append", lambda self, record: record["round"] == 2),
-    "in the middle of a log line": Point(RoundLog, "append", lambda self, r: r["round"] == 2, half=_half_a_line),
+    "in the middle of a log line": Point(RoundLog, "append", lambda self, r: r["round"] == 2, half=half_a_line),
     "between log and checkpoint": Point(CheckpointFolder, "commit", lambda self, c: c.state.round == 2),
     "while a file is written": Point(files.os, "replace", lambda a, b: Path(b).name == "state.safetensors", nth=3),
     "between the checkpoint's files": Point(checkpoint, "write_json", nth=3),
@@ -69,31 +47,6 @@ POINTS: dict[str, Point] = {
     "after the first checkpoint": Point(Observer, "round", lambda self, record: record["round"] == 0),
     "after the last round": Point(Observer, "round", lambda self, record: record["round"] == 3, after=True),
 }
-
-
-def arm(patch: pytest.MonkeyPatch, point: Point, die: Die) -> None:
-    """Make ``point`` fatal."""
-    inner = getattr(point.owner, point.attribute)
-    calls = 0
-
-    def fatal(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        hit = point.when(*args, **kwargs)
-        calls += hit
-        if not hit or calls != point.nth:
-            return inner(*args, **kwargs)
-        if point.attribute == "fit":  # inside: after its first step
-            args[0].on_step = lambda loss: die()
-        if point.after or point.attribute == "fit":
-            inner(*args, **kwargs)
-        point.half(*args, **kwargs)
-        return die()
-
-    patch.setattr(point.owner, point.attribute, fatal)
-
-
-def by_exception() -> NoReturn:
-    raise Killed
 
 
 def by_sigkill() -> NoReturn:

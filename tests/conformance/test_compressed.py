@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_points import POINTS, Killed, arm, by_exception
+from kill_points import POINTS
 
+from fatal_moments import Killed, arm, by_exception
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.runtime.leaving import Leaving

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_points import KILL_TRAINING, POINTS, Killed, arm, by_exception, run_until_killed
+from kill_points import KILL_TRAINING, POINTS, run_until_killed
 
 from conftest import FEDERATED, REPRESENTATIVES
+from fatal_moments import Killed, arm, by_exception
 from fedloom.methods import METHODS
 from small_world import outcome, tree, world_of
 

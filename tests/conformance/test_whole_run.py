@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_points import POINTS, Killed, arm, by_exception
+from kill_points import POINTS
 from rich.console import Console
 
+from fatal_moments import Killed, arm, by_exception
 from fedloom.config import Config, parse_config
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiment import run

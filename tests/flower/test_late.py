@@ -13,8 +13,9 @@ pytest.importorskip("flwr", reason="Flower is an option of its own")
 
 from fake_grid import Grid, Node, Notes, Restarts, results, terms_of, transport_of, write_sites
 from flwr.app import Message
-from test_restart import Killed, Point, fatal, of_round
+from test_restart import of_round
 
+from fatal_moments import Killed, Point, fatal
 from fedloom.flower_app import load_server, serve
 from fedloom.methods import METHODS
 from fedloom.report.status import read_status

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ pytest.importorskip("flwr", reason="Flower is an option of its own")
 from fake_grid import Grid, Restarts
 from flower_processes import result_of
 
+from fatal_moments import Killed, Point, fatal, half_a_line
 from fedloom import flower_app
 from fedloom.config import parse_config
 from fedloom.experiment import run
@@ -26,50 +25,8 @@ from fedloom.runtime.events import RoundLog
 from fedloom.runtime.flower import FlowerTransport
 
 
-class Killed(BaseException):
-    """No error that anything may handle."""
-
-
-class Point(NamedTuple):
-    """Die at the ``nth`` call of ``owner.attribute`` whose arguments satisfy ``when``; ``half`` runs just before."""
-
-    owner: Any
-    attribute: str
-    when: Callable[..., bool] = lambda *args, **kwargs: True
-    nth: int = 1
-    after: bool = False
-    half: Callable[..., Any] = lambda *args, **kwargs: None
-
-
-@contextmanager
-def fatal(point: Point) -> Iterator[None]:
-    """Make a point fatal, once."""
-    inner = getattr(point.owner, point.attribute)
-    calls = 0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        hit = point.when(*args, **kwargs)
-        calls += hit
-        if not hit or calls != point.nth:
-            return inner(*args, **kwargs)
-        if point.after:
-            inner(*args, **kwargs)
-        point.half(*args, **kwargs)
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(point.owner, point.attribute, call)
-        yield
-
-
 def of_round(number: int, kind: str = "fit") -> Any:
     return lambda self, method, orders, *rest: (orders[0].round, orders[0].kind) == (number, kind)
-
-
-def half_a_line(log: RoundLog, record: dict[str, Any]) -> None:
-    with open(log.path, "a", encoding="utf-8") as file:
-        file.write('{"round": 2, "coh')
 
 
 #: Of four sites and three rounds. Message 1 to 4 are hellos, 5 to 8 the probe.

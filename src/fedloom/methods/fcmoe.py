@@ -23,7 +23,7 @@ from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.methods.fedavg_moe import check_activations
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Weights, conflicts, experts_of
-from fedloom.numerics.tree import dot, norm, place, subtract, take
+from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
 
 
@@ -119,7 +119,8 @@ def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors
         update, now = take(last, unit), take(current, unit)
         # Eq. 5 projects onto the parameters; what Eq. 3 removed lies along the way that the server took since.
         axis = subtract(now, take(received, unit)) if filtered else now
-        squared, inner = norm(axis) ** 2, dot(update, axis)
+        inner, size = dot_and_norm(axis, update)
+        squared = size**2
         part = inner / squared if squared > 0 and (inner < 0 or not filtered) else 0.0
         start |= {f"{unit}/{name}": t + options.retention * part * axis[name] for name, t in now.items()}
     return start

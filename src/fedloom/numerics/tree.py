@@ -53,13 +53,8 @@ def norm(tensors: Tensors) -> float:
     return math.hypot(*(math.sqrt(sum(float(x @ x) for x in pieces(t))) for t in tensors.values()))
 
 
-def dot(a: Tensors, b: Tensors) -> float:
-    """Return the inner product of all tensors as one vector, in float64."""
-    return dot_and_norm(a, b)[0]
-
-
 def dot_and_norm(a: Tensors, b: Tensors) -> tuple[float, float]:
-    """Return a · b and ‖a‖ as ``dot`` and ``norm`` do, reading ``a`` once."""
+    """Return a · b, of all tensors as one vector, and ‖a‖, both in float64, reading ``a`` once."""
     assert_same_keys(a, b)
     products, sizes = [], []
     for name, tensor in a.items():
