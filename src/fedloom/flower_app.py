@@ -41,7 +41,8 @@ from fedloom.runtime.answers import federation_of
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer, RoundLog
-from fedloom.runtime.flower import FlowerTransport, Patience, require_flower
+from fedloom.runtime.flower import FlowerTransport, Patience
+from fedloom.runtime.flower_messages import require_flower
 from fedloom.runtime.leaving import leaving_of
 from fedloom.runtime.loop import federate
 from fedloom.runtime.site import Terms

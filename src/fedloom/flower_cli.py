@@ -43,7 +43,7 @@ def init_folder(folder: Path, sites: int = 3, port: int = 8000) -> None:
     for name in ("README.md", "server.yaml", "node.example.yaml", "app/pyproject.toml"):
         text = template(name.replace("/", "-")).replace("{{version}}", __version__).replace("{{sites}}", str(sites))
         write_atomic(folder / name, text.encode())
-    for side, module in (("server", "fedloom.flower_app"), ("client", "fedloom.runtime.flower")):
+    for side, module in (("server", "fedloom.flower_app"), ("client", "fedloom.runtime.flower_site")):
         text = f"from {module} import {side}_app\n\napp = {side}_app()\n"
         write_atomic(folder / "app" / "fedloom_sites" / f"{side}.py", text.encode())
     write_atomic(folder / "app" / "fedloom_sites" / "__init__.py", b"")
@@ -167,8 +167,8 @@ def node_command(
     Raises:
         ConfigError: the configuration is wrong, Flower is missing, or keys are, without ``insecure``.
     """
-    from fedloom.runtime.flower import require_flower
     from fedloom.runtime.flower_guard import write_programs
+    from fedloom.runtime.flower_messages import require_flower
     from fedloom.runtime.site import load_site
 
     require_flower()
@@ -201,7 +201,7 @@ def server_command(folder: Path, insecure: bool) -> list[str]:
     Raises:
         ConfigError: a file of the folder is missing or wrong, or Flower is.
     """
-    from fedloom.runtime.flower import require_flower
+    from fedloom.runtime.flower_messages import require_flower
 
     require_flower()
     if not (folder / "server.yaml").is_file():

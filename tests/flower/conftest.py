@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.runtime import flower
+from fedloom.runtime import flower, flower_site
 from small_world import save_backbone
 
 
@@ -24,7 +24,7 @@ def _inside_a_run() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _new_sites() -> None:
-    flower._site.cache_clear()
+    flower_site._site.cache_clear()
 
 
 @pytest.fixture(scope="module")

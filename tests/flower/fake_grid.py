@@ -16,7 +16,8 @@ from fedloom.backbones.load import load_backbone
 from fedloom.data.tokenize import tokenizer_hash
 from fedloom.flower_app import load_server, serve
 from fedloom.runtime.events import Observer
-from fedloom.runtime.flower import FlowerTransport, Patience, client_app
+from fedloom.runtime.flower import FlowerTransport, Patience
+from fedloom.runtime.flower_site import client_app
 from fedloom.runtime.site import Terms
 from small_world import World, client_rows, tree, without_seconds
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from fedloom.errors import SiteRefusal, UpdateRejected
 from fedloom.methods import METHODS
-from fedloom.runtime.flower import MAX_ABOUT, pack, unpack
+from fedloom.runtime.flower_messages import MAX_ABOUT, pack, unpack
 from fedloom.runtime.loop import make_orders
 from fedloom.runtime.site import Site, Terms, load_site
 from fedloom.runtime.wire import decode, encode, encode_order

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedloom.errors import ConfigError
 from fedloom.flower_app import load_server
 from fedloom.flower_cli import init_folder, knock, make_keys, node_command, server_command
-from fedloom.runtime.flower import require_flower
+from fedloom.runtime.flower_messages import require_flower
 from fedloom.runtime.site import load_site
 
 

@@ -19,7 +19,8 @@ from fake_grid import terms_of, transport_of, write_sites
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.methods import METHODS
-from fedloom.runtime.flower import Patience, pack, unpack
+from fedloom.runtime.flower import Patience
+from fedloom.runtime.flower_messages import pack, unpack
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import Plain, State, Tensors
 from small_world import World, same, world_of

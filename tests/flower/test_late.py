@@ -21,7 +21,8 @@ from fedloom.methods import METHODS
 from fedloom.report.status import read_status
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
-from fedloom.runtime.flower import FlowerTransport, Patience, pack
+from fedloom.runtime.flower import FlowerTransport, Patience
+from fedloom.runtime.flower_messages import pack
 from small_world import same, world_of
 
 FIRST = ("ann", "bob", "cyd")

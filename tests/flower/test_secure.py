@@ -21,7 +21,7 @@ from fedloom.errors import RoundError, SiteRefusal
 from fedloom.experiment import run
 from fedloom.methods import METHODS
 from fedloom.methods.sums import SecureAggregation
-from fedloom.runtime.flower import SECURE
+from fedloom.runtime.flower_messages import SECURE
 from fedloom.runtime.loop import make_orders
 from fedloom.runtime.secure_client import frame, unframe
 from fedloom.runtime.site import Site, load_site

@@ -21,7 +21,7 @@ from fedloom.errors import DataError
 from fedloom.report.prometheus import exposition
 from fedloom.report.status import SiteStatus, read_status
 from fedloom.runtime.checkpoint import CheckpointFolder
-from fedloom.runtime.flower import pack
+from fedloom.runtime.flower_messages import pack
 
 
 class Stopped(BaseException):

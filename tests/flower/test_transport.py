@@ -19,8 +19,9 @@ from flwr.app.error import Error
 from fedloom.backbones.load import load_backbone
 from fedloom.errors import RoundError, SiteRefusal, UpdateRejected
 from fedloom.methods import METHODS
-from fedloom.runtime import flower, flower_messages
-from fedloom.runtime.flower import Patience, pack, unpack
+from fedloom.runtime import flower_messages, flower_site
+from fedloom.runtime.flower import Patience
+from fedloom.runtime.flower_messages import pack, unpack
 from fedloom.runtime.memory import ClientMemory
 from small_world import SECRET, TRAINING, client_rows, save_backbone, tree, world_of
 
@@ -182,7 +183,7 @@ def test_a_site_keeps_to_its_limits_and_its_secrets(backbone_folder: Path, tmp_p
     with pytest.raises(RoundError, match="method asks for 3 steps; this site's limit is 2"):
         warm.run(weave, transport=transport, rounds=0, training=two)
     (tmp_path / "sites" / "ann" / "rows.jsonl").write_text('{"prompt": "zebrafinch"}\n')
-    flower._site.cache_clear()
+    flower_site._site.cache_clear()
     transport, notes = transport_of(world, nodes, terms_of("fedit", backbone_folder))
     assert transport.gather() == ["bob", "cyd", "dan"]
     assert any("it says: DataError; the site's own log says more" in said for said in notes.said)
@@ -193,13 +194,13 @@ def test_what_a_site_refuses_is_one_line_of_its_log(
 ) -> None:
     (node, *_) = write_sites(tmp_path, backbone_folder)
     lines: list[str] = []
-    monkeypatch.setattr(flower.logger, "error", lambda form, *values: lines.append(form % values))
+    monkeypatch.setattr(flower_site.logger, "error", lambda form, *values: lines.append(form % values))
 
     def refuse(*_: Any) -> None:
         raise SiteRefusal("no \x1b[2J\n" + 1000 * "x")
 
     content = pack({"terms": terms_of("fedit", backbone_folder).model_dump()})
-    flower._answered(content, {"config": str(node.config)}, refuse)
+    flower_site._answered(content, {"config": str(node.config)}, refuse)
     assert lines == [r"fedloom refuses: no \x1b[2J\n" + 492 * "x"]  # 500 characters of the reason, 8 of them before
 
 
@@ -262,7 +263,7 @@ def test_of_an_introduction_only_what_has_a_form_is_kept(backbone_folder: Path, 
 
 
 def test_a_site_that_is_always_late_keeps_the_memory_that_is_named(backbone_folder: Path, tmp_path: Path) -> None:
-    site = flower._site(str(write_sites(tmp_path, backbone_folder)[0].config))
+    site = flower_site._site(str(write_sites(tmp_path, backbone_folder)[0].config))
     terms = terms_of("fedit", backbone_folder)
     for round, named in [(1, None), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2), (7, 2)]:
         site._keep(terms.model_copy(update={"memory": named}), round, ClientMemory())

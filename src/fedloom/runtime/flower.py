@@ -1,4 +1,4 @@
-"""Flower as the wire: orders and replies between machines. Every Flower message is built in this file.
+"""The server's end of Flower: orders go to sites and replies come back (``runtime.flower_site`` is the other end).
 
 A payload travels as the bytes of ``runtime.wire`` (``runtime.secure_client`` in a secure round) in the records of
 ``runtime.flower_messages``.
@@ -7,27 +7,23 @@ Flower is imported only where it is used, so that fedloom works without it.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from fedloom.errors import ConfigError, FedloomError, RoundError, SiteRefusal, UpdateRejected
+from fedloom.errors import ConfigError, RoundError, UpdateRejected
 from fedloom.files import write_json
 from fedloom.methods.base import Method
 from fedloom.runtime.events import Observer
-from fedloom.runtime.flower_messages import MAX_ABOUT, pack, unpack
+from fedloom.runtime.flower_messages import HELLO, ORDER, SECURE, pack, unpack
 from fedloom.runtime.loop import MAX_REASON, Receipt
 from fedloom.runtime.memory import check_client_name
 from fedloom.runtime.quarantine import printable
-from fedloom.runtime.site import Site, Terms, load_site, mismatch, round_of, version_of
+from fedloom.runtime.site import Terms, mismatch, round_of, version_of
 from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain
 from fedloom.version import __version__
@@ -37,85 +33,8 @@ HELLO_WORDS = ("client", "fedloom", "backbone", "tokenizer")
 HELLO_COUNTS = ("examples", "truncated", "no_label_left")
 ROW_COUNTS = ("rows", "kept", "empty_response", "empty_prompt")
 
-HELLO, ORDER, SECURE = "query.hello", "train.order", "train.secure"
 POLL_SECONDS = 0.5
 logger = logging.getLogger("flwr")
-
-__all__ = ["MAX_ABOUT", "FlowerTransport", "Patience", "client_app", "pack", "require_flower", "unpack"]
-
-
-def require_flower() -> None:
-    """Raise a ConfigError that says how to install Flower, if it is not there."""
-    if importlib.util.find_spec("flwr") is None:
-        raise ConfigError("this needs Flower, which is not installed: pip install 'fedloom[flower]'")
-
-
-# The site's side.
-
-
-def client_app() -> Any:
-    """Return the ``ClientApp``: it reads its own configuration, whose place the node's ``config`` key names."""
-    require_flower()
-    from flwr.app import Context, Message
-    from flwr.clientapp import ClientApp
-
-    app = ClientApp()
-
-    def answer(message: Message, context: Context, what: Callable[[Site, Terms, bytes], Any]) -> Message:
-        return Message(_answered(message.content, context.node_config, what), reply_to=message)
-
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return answer(message, context, lambda site, terms, payload: pack({"hello": site.hello(terms)}))
-
-    @app.train("order")
-    def order(message: Message, context: Context) -> Message:
-        def work(site: Site, terms: Terms, payload: bytes) -> Any:
-            reply, kept = site.answer(payload, terms)
-            return pack({"kept": kept}, reply)
-
-        return answer(message, context, work)
-
-    @app.train("secure")
-    def secure(message: Message, context: Context) -> Message:
-        def work(site: Site, terms: Terms, payload: bytes) -> Any:
-            reply, kept = site.secure(payload, terms)
-            return pack({"kept": kept}, reply)
-
-        return answer(message, context, work)
-
-    return app
-
-
-def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site, Terms, bytes], Any]) -> Any:
-    """Return the content of a reply. An error says only what a site may say; the rest stays in its log."""
-    try:
-        site = _site(str(node_config.get("config", "")))
-        about, payload = unpack(content, site.config.limits.max_order_bytes)
-        return what(site, _terms(about), payload)
-    except (SiteRefusal, UpdateRejected) as refusal:
-        logger.error("fedloom refuses: %s", printable(str(refusal), MAX_REASON))
-        return pack({"refused": str(refusal)})
-    except Exception as error:
-        logger.error("fedloom: %s", error, exc_info=None if isinstance(error, FedloomError) else error)
-        return pack({"refused": f"{type(error).__name__}; the site's own log says more"})
-
-
-@cache
-def _site(path: str) -> Site:
-    if not path:
-        raise ConfigError("the node has no configuration: start it with --node-config 'config=\"/path/to/node.yaml\"'")
-    return Site(load_site(Path(path)))
-
-
-def _terms(about: Mapping[str, Plain]) -> Terms:
-    try:
-        return Terms.model_validate(about.get("terms"))
-    except ValidationError as error:
-        raise SiteRefusal(f"the server's terms cannot be understood: {error.error_count()} faults") from error
-
-
-# The server's side.
 
 
 def counted(said: Mapping[str, Plain], keys: Iterable[str]) -> dict[str, int]:

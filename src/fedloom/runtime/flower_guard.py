@@ -49,7 +49,7 @@ def run_app() -> None:
         # Imported only now that the process reports itself to the node: where importing PyTorch takes longer than the
         # node waits for a first sign of life (30 s), it would start one process after another.
         try:
-            from fedloom.runtime.flower import client_app
+            from fedloom.runtime.flower_site import client_app
 
             app = client_app()
         except Exception:

@@ -1,13 +1,14 @@
-"""What Flower's records hold: a JSON header, and a payload in chunks with its length and sha256."""
+"""The messages of both ends of Flower: a JSON header, and a payload in chunks with its length and sha256."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.errors import UpdateRejected
+from fedloom.errors import ConfigError, UpdateRejected
 from fedloom.types import Plain
 
 #: Flower 1.42 sends each record as one protobuf message, which may have 2³¹ − 1 bytes
@@ -17,6 +18,15 @@ CHUNK = 8 << 20
 
 #: The JSON beside a payload names a run, options and counts.
 MAX_ABOUT = 1 << 20
+
+#: Kinds of messages.
+HELLO, ORDER, SECURE = "query.hello", "train.order", "train.secure"
+
+
+def require_flower() -> None:
+    """Raise a ConfigError that says how to install Flower, if it is not there."""
+    if importlib.util.find_spec("flwr") is None:
+        raise ConfigError("this needs Flower, which is not installed: pip install 'fedloom[flower]'")
 
 
 def pack(about: Mapping[str, Plain], payload: bytes = b"") -> Any:

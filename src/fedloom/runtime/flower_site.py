@@ -1,0 +1,82 @@
+"""The site's end of Flower: the ClientApp, which hands messages to ``runtime.site`` and packs its answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedloom.errors import ConfigError, FedloomError, SiteRefusal, UpdateRejected
+from fedloom.runtime.flower_messages import pack, require_flower, unpack
+from fedloom.runtime.loop import MAX_REASON
+from fedloom.runtime.quarantine import printable
+from fedloom.runtime.site import Site, Terms, load_site
+from fedloom.types import Plain
+
+logger = logging.getLogger("flwr")
+
+
+def client_app() -> Any:
+    """Return the ``ClientApp``: it reads its own configuration, whose place the node's ``config`` key names."""
+    require_flower()
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def answer(message: Message, context: Context, what: Callable[[Site, Terms, bytes], Any]) -> Message:
+        return Message(_answered(message.content, context.node_config, what), reply_to=message)
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        return answer(message, context, lambda site, terms, payload: pack({"hello": site.hello(terms)}))
+
+    @app.train("order")
+    def order(message: Message, context: Context) -> Message:
+        def work(site: Site, terms: Terms, payload: bytes) -> Any:
+            reply, kept = site.answer(payload, terms)
+            return pack({"kept": kept}, reply)
+
+        return answer(message, context, work)
+
+    @app.train("secure")
+    def secure(message: Message, context: Context) -> Message:
+        def work(site: Site, terms: Terms, payload: bytes) -> Any:
+            reply, kept = site.secure(payload, terms)
+            return pack({"kept": kept}, reply)
+
+        return answer(message, context, work)
+
+    return app
+
+
+def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site, Terms, bytes], Any]) -> Any:
+    """Return the content of a reply. An error says only what a site may say; the rest stays in its log."""
+    try:
+        site = _site(str(node_config.get("config", "")))
+        about, payload = unpack(content, site.config.limits.max_order_bytes)
+        return what(site, _terms(about), payload)
+    except (SiteRefusal, UpdateRejected) as refusal:
+        logger.error("fedloom refuses: %s", printable(str(refusal), MAX_REASON))
+        return pack({"refused": str(refusal)})
+    except Exception as error:
+        logger.error("fedloom: %s", error, exc_info=None if isinstance(error, FedloomError) else error)
+        return pack({"refused": f"{type(error).__name__}; the site's own log says more"})
+
+
+@cache
+def _site(path: str) -> Site:
+    if not path:
+        raise ConfigError("the node has no configuration: start it with --node-config 'config=\"/path/to/node.yaml\"'")
+    return Site(load_site(Path(path)))
+
+
+def _terms(about: Mapping[str, Plain]) -> Terms:
+    try:
+        return Terms.model_validate(about.get("terms"))
+    except ValidationError as error:
+        raise SiteRefusal(f"the server's terms cannot be understood: {error.error_count()} faults") from error
