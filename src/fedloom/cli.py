@@ -310,7 +310,7 @@ def status(
 ) -> None:
     """Say where a run stands: rounds, sites, experts and who trains them."""
     from fedloom.report.status import expert_lines, read_status
-    from fedloom.report.wording import size
+    from fedloom.report.wording import privacy_words, size
 
     found = read_status(out)
     if as_json:
@@ -319,6 +319,8 @@ def status(
     done = "no round is finished" if found.round is None else f"round {found.round} of {found.rounds_wanted}"
     state = "finished" if found.finished else f"last written {found.updated or 'never'}"
     console.print(harmless(f"{found.method} · {done} · {state}"))
+    if words := privacy_words(found.rounds):
+        console.print(harmless(words))
     if found.waiting_for:
         console.print(harmless(f"waiting for {', '.join(found.waiting_for)}"))
     table = Table(box=None, pad_edge=False)

@@ -134,7 +134,17 @@ class LogObserver(Observer):
         self.log.info("fedloom: %s", message)
 
     def round(self, record: dict[str, Plain]) -> None:
-        shown = ("round", "train_loss", "seconds", "bytes_up", "bytes_down", "quarantined", "absent", "joined")
+        shown = (
+            "round",
+            "train_loss",
+            "seconds",
+            "bytes_up",
+            "bytes_down",
+            "quarantined",
+            "absent",
+            "joined",
+            "privacy",
+        )
         self.log.info("fedloom: %s", json.dumps({key: record[key] for key in shown if key in record}))
 
 

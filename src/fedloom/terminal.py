@@ -103,4 +103,6 @@ class TerminalObserver(Observer):
             line += f"  training loss {loss:.4f}"
         if tested is not None:
             line += f"  macro loss {tested:.4f}"
+        if (cost := (record.get("privacy") or {}).get("epsilon")) is not None:
+            line += f"  ε {cost:.3g}"
         self.console.print(line + f"  {record.get('seconds', 0):.1f} s", highlight=False)

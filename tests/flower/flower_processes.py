@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,13 +19,14 @@ from typing import Any, Self
 import psutil
 import yaml
 
+from fedloom.data.tasks import Example
 from fedloom.flower_cli import init_folder, make_keys, node_command, server_command, server_environment
 from small_world import client_rows, tree, without_seconds
 
 #: Far more than a quiet machine needs.
 PATIENCE = 600.0
-#: Three that take part, one that is hostile, one whose key is not listed.
-SITES, HOSTILE, UNLISTED = ("ann", "bob", "cyd"), "dan", "eve"
+#: Three that take part, one that is hostile, one whose key is not listed, and one that comes late with ann's rows.
+SITES, HOSTILE, UNLISTED, LATE = ("ann", "bob", "cyd"), "dan", "eve", "fay"
 
 
 def free_port() -> int:
@@ -32,9 +35,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def rows_of(name: str) -> list[Example]:
+    return client_rows()["ann" if name == LATE else name]
+
+
 def write_rows(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt": e.prompt, "response": e.response}) for e in client_rows()[name]]
+    lines = [json.dumps({"prompt": e.prompt, "response": e.response}) for e in rows_of(name)]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -140,9 +147,11 @@ class Sites(Processes):
         self.keys = self.folder / "keys"
         self.port = free_port()
         init_folder(self.folder, port=self.port)
-        make_keys(self.folder, [*SITES, HOSTILE, UNLISTED], [])
+        make_keys(self.folder, [*SITES, HOSTILE, UNLISTED, LATE], [])
         self.configure("run")
-        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        here = Path(__file__).resolve().parent
+        path = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(path)}
         super().__init__(home, server_environment(self.folder) | own)
 
     def configure(self, out: str, **sections: Any) -> Path:
@@ -229,11 +238,18 @@ class Sites(Processes):
         except psutil.NoSuchProcess:
             return []
 
-    def server_app(self) -> psutil.Process:
-        """Return the running ServerApp."""
-        lines = {member: _command(member) for member in family(self.running["superlink"].pid)}
-        (found,) = [member for member, line in lines.items() if "flwr-serverapp" in line]
-        return found
+    def server_apps(self) -> list[psutil.Process]:
+        """Return the ServerApp that runs, if one does."""
+        return [p for p in family(self.running["superlink"].pid) if "flwr-serverapp" in _command(p)]
+
+    @contextmanager
+    def server_program(self, lines: str) -> Iterator[None]:
+        """Let the server's side of the app be another for a while."""
+        place = self.folder / "app" / "fedloom_sites" / "server.py"
+        honest = place.read_text()
+        place.write_text(lines)
+        yield
+        place.write_text(honest)
 
 
 def _command(process: psutil.Process) -> str:

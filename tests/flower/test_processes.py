@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,26 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
-from flower_processes import HOSTILE, PATIENCE, SITES, UNLISTED, Sites, log_of, result_of, states_of, write_node
+from doomed_server_moments import MOMENTS
+from flower_processes import (
+    HOSTILE,
+    LATE,
+    PATIENCE,
+    SITES,
+    UNLISTED,
+    Sites,
+    log_of,
+    result_of,
+    rows_of,
+    states_of,
+    write_node,
+)
+from hostile_node import SENT
 
 from fedloom.config import parse_config
 from fedloom.experiment import run
 from fedloom.methods import METHODS
+from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.loop import Receipt
 from fedloom.types import Order
 from small_world import Wire, World, client_rows, save_backbone
@@ -73,6 +89,10 @@ FEDWEAVE = {"name": "fedweave", "warmup_steps": 2}
 #: ``test_deploy_page`` does it with FedIT; FedWeave without compression is killed and attacked below.
 RUNS: dict[str, dict[str, Any]] = {
     "fedweave": {"method": FEDWEAVE, "federation": {**SECTIONS["federation"], "wire": "bf16"}},
+    "fedweave-secret": {
+        "method": FEDWEAVE,
+        "secagg": {"min_contributors": 2, "threshold": 0.6, "reveal_signatures": True},
+    },
     "fcmoe": {"method": {"name": "fcmoe"}, "adapter": {"native": "full"}},
 }
 
@@ -81,8 +101,8 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_processes_A5_give_bitwise_the_simulators_model(
     name: str, sites: Sites, backbones: dict[bool, Path], tmp_path: Path
 ) -> None:
-    """FedWeave's replies hold bfloat16 tensors (A5)."""
-    backbone = backbones[METHODS[name].native]
+    """FedWeave's replies hold bfloat16 tensors (A5), or integers under masks."""
+    backbone = backbones[METHODS[RUNS[name]["method"]["name"]].native]
     sections = {**SECTIONS, **RUNS[name], "backbone": {"name": str(backbone), "threads": 1}}
     sites.have(backbone)
     there = sites.configure(f"run-{name}", **sections, sites=waits(3))
@@ -122,27 +142,94 @@ def test_only_a_listed_key_over_tls_gets_in(sites: Sites, tmp_path: Path) -> Non
     assert sites.log("superlink").count("Activated node_id") == activated
 
 
+#: Round → what the log says of what ``hostile_node`` sends in it.
+SAID = {
+    1: "holds NaN or infinity",
+    2: "has shape",
+    3: "tensors are unknown",
+    4: "its norm",
+    5: "truncated or not in safetensors format",
+    6: "truncated or not in safetensors format",  # a pickle
+    7: "for round 6, but 'dan' was asked for round 7",
+}
+
+
 def test_processes_A4_a_hostile_site_changes_nothing_for_the_others(
     sites: Sites, backbones: dict[bool, Path], tmp_path: Path
 ) -> None:
-    """Its node has a listed key; it sends NaN in round 1 and a pickle in round 2."""
+    """Its node has a listed key; what it sends is wrong in another way each round, and right at last."""
+    assert SENT.keys() == SAID.keys()
     sites.have(backbones[False])
     program = [str(Path(__file__).parent / "hostile_node.py")]
     sites.register(HOSTILE)
     sites.start_node(HOSTILE, write_node(sites.home / HOSTILE, HOSTILE, backbones[False]), program=program)
+    rounds = len(SAID) + 1
+    sections = {**SECTIONS, "federation": {"rounds": rounds, "min_replies": 2}}
     out = sites.configure(
-        "run-hostile", **SECTIONS, method=FEDWEAVE, backbone={"name": str(backbones[False])}, sites=waits(4)
+        "run-hostile", **sections, method=FEDWEAVE, backbone={"name": str(backbones[False])}, sites=waits(4)
     )
     said = sites.run()
     sites.kill(HOSTILE)
     assert "Done: " in said, said
-    quarantined = [record.get("quarantined", {}) for record in log_of(out)]
-    assert [list(found) for found in quarantined] == [[], [HOSTILE], [HOSTILE]]
-    assert "holds NaN or infinity" in quarantined[1][HOSTILE]
-    assert "truncated or not in safetensors format" in quarantined[2][HOSTILE]
-    assert "the reply of dan is quarantined: " in said
-    missing = {1: HOSTILE, 2: HOSTILE}
-    assert states_of(out) == simulated_without(tmp_path, FEDWEAVE, missing, [*SITES, HOSTILE], 2)
+    quarantined = [record["quarantined"] for record in log_of(out)]
+    assert [list(found) for found in quarantined] == [[], *[[HOSTILE]] * len(SAID), []]
+    for round, reason in SAID.items():
+        assert reason in quarantined[round][HOSTILE]
+    assert said.count("the reply of dan is quarantined: ") == len(SAID)
+    missing = dict.fromkeys(SAID, HOSTILE)
+    assert states_of(out) == simulated_without(tmp_path, FEDWEAVE, missing, [*SITES, HOSTILE], rounds)
+
+
+def test_processes_a_site_that_comes_late_trains_with_those_like_it(
+    sites: Sites, backbones: dict[bool, Path], tmp_path: Path
+) -> None:
+    """Its rows are ann's, so it gets her experts; which round it comes in depends on the clock."""
+    sites.have(backbones[False])
+    sites.register(LATE)
+    sections = {**SECTIONS, "federation": {"rounds": 6, "min_replies": 2}}
+    out = sites.configure(
+        "run-late", **sections, method=FEDWEAVE, backbone={"name": str(backbones[False])}, sites=waits(3)
+    )
+    run = sites.submit()
+    sites.start_node(LATE, write_node(sites.home / LATE, LATE, backbones[False]))
+    said = sites.finish(run)
+    sites.kill(LATE)
+    records = log_of(out)
+    ((round, joined),) = [(r["round"], r["joined"]) for r in records if r.get("joined")]
+    assert f"fay joins after round {round}, with experts" in said, said
+    state = CheckpointFolder(out / "checkpoints", {}).state(6)
+    assert joined["fay"]["experts"] == state.values["assignment"]["ann"]
+    assert [LATE in record.get("cohort", ()) for record in records] == [n > round for n in range(7)]
+
+    world = World(tmp_path, clients={name: rows_of(name) for name in [*SITES, LATE]})
+    world.setup = replace(world.setup, clients=SITES)
+    asked = iter(range(7))
+    newcomers = lambda known: [LATE] if next(asked) >= round and LATE not in known else []  # noqa: E731
+    world.run(METHODS["fedweave"](METHODS["fedweave"].Options(warmup_steps=2)), rounds=6, newcomers=newcomers)
+    assert states_of(out) == states_of(tmp_path)
+
+
+def test_processes_a_server_killed_at_eleven_moments_ends_with_the_simulators_model(
+    sites: Sites, backbones: dict[bool, Path], tmp_path: Path
+) -> None:
+    """SIGKILL each time, and ``flwr run`` again."""
+    sections = {**SECTIONS, "method": FEDWEAVE, "federation": {"rounds": 3, "min_replies": 2}}
+    sections["backbone"] = {"name": str(backbones[False]), "threads": 1}
+    sites.have(backbones[False])
+    out = sites.configure("run-doomed", **sections, sites=waits(3))
+    deaths = sites.folder / "deaths"
+    with sites.server_program("import doomed_server\n\napp = doomed_server.app\n"):
+        for moment in MOMENTS:
+            sites.submit()
+            sites.wait_for(lambda moment=moment: deaths.is_file() and moment in deaths.read_text(), moment)
+            sites.wait_for(lambda: not sites.server_apps(), f"the end of the ServerApp {moment}")
+            assert not (out / "metrics.json").exists()
+        said = sites.run()
+    assert "Done: " in said, said
+    assert deaths.read_text().splitlines() == list(MOMENTS)
+    rows = {site: str(sites.home / site / "rows.jsonl") for site in SITES}
+    run(parse_config({**sections, "data": {"clients": rows}}), tmp_path / "here")
+    assert result_of(out) == result_of(tmp_path / "here")
 
 
 def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
@@ -171,7 +258,7 @@ def test_processes_A6_A7_killed_sites_and_servers_cost_what_is_said(
     after(0)
     kill_bob_at_work()
     after(2)
-    sites.server_app().kill()
+    sites.server_apps()[0].kill()
 
     sites.have(backbones[False])
     sites.submit()

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
@@ -16,11 +15,11 @@ pytest.importorskip("flwr", reason="Flower is an option of its own")
 from flower_processes import HOSTILE, PATIENCE, SITES, Sites, family, log_of, write_node
 
 from fedloom.runtime.checkpoint import CheckpointFolder
+from marker import traces
 from small_world import save_backbone, tree
 
 pytestmark = [pytest.mark.timeout(3 * PATIENCE), pytest.mark.xdist_group("flower processes")]
 
-MARK = 0.1234567  # as in marked_node.py
 BOBS_ROWS = 5
 SECTIONS: dict[str, Any] = {
     "seed": 42,
@@ -30,14 +29,6 @@ SECTIONS: dict[str, Any] = {
     "training": {"steps": 3, "batch_size": 2, "lr": 0.01},
     "evaluation": {"generate": False},
 }
-
-
-def traces() -> list[bytes]:
-    """Return Bob's update as bytes: in float32 and float64, and as the integers of his vector."""
-    value = float(np.float32(MARK))
-    whole = round(value * 2.0**32)
-    floats = [np.full(3, value, kind).tobytes() for kind in ("<f4", "<f8")]
-    return floats + [np.full(3, weight * whole, "<i8").tobytes() for weight in (1, BOBS_ROWS)]
 
 
 def memory_holds(pid: int, wanted: list[bytes]) -> bool:
@@ -77,19 +68,19 @@ def test_processes_no_update_in_the_servers_memory_files_and_logs(tmp_path: Path
         while not re.search(rf"Finished task \d+ of run {run}", sites.log("superlink")):
             for process in family(sites.running["superlink"].pid):
                 looked += 1
-                assert not memory_holds(process.pid, traces())
+                assert not memory_holds(process.pid, traces(BOBS_ROWS))
             time.sleep(0.2)
         said = sites.finish(run)
         assert "Done: " in said, said
         assert looked > 10
         logs = b"".join(path.read_bytes() for path in sites.home.glob("*.log"))
         for content in [logs, *tree(sites.folder).values()]:
-            assert not any(trace in content for trace in traces())
+            assert not any(trace in content for trace in traces(BOBS_ROWS))
         record = log_of(out)[1]
         assert record["quarantined"] == {"dan": "in stage 'mask': the site refuses: training broke down"}
         assert record["weights"] == {"experts/0": 8 + BOBS_ROWS + 2}  # ann, bob, cyd
 
-        kept = traces()
+        kept = traces(BOBS_ROWS)
         assert memory_holds(os.getpid(), kept)  # the same look finds what is there
         before, after = (CheckpointFolder(out / "checkpoints", {}).state(round).tensors for round in (0, 1))
         # And it was in the sum: no step of the others, of 0.01 each, outweighs it anywhere.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -138,6 +139,40 @@ def test_the_command_prints_it(home: Path, tmp_path: Path) -> None:
         assert words in said.output
     (bob,) = [line.split() for line in said.output.splitlines() if line.startswith("bob ")]
     assert bob[-8:-4] == ["5", "2", "0", "1"]  # examples, used, absent, quarantined
+
+
+def test_what_privacy_has_cost_is_told_everywhere(backbone_folder: Path, tmp_path: Path) -> None:
+    """D_α of Gaussian rounds adds up to that of one with σ / √T: two rounds at σ = 2√2 cost what one at σ = 2 does."""
+    pytest.importorskip("opacus", reason="Opacus is an option of its own")
+    restarts = Restarts(tmp_path, backbone_folder)
+    restarts.sections |= {
+        "method": {"name": "fedit"},
+        "server": {"weights": "uniform"},
+        "federation": {"rounds": 2, "min_replies": 2},
+        "training": {"steps": 2, "batch_size": 2, "lr": 0.01},
+        "privacy": {"clip": 0.05, "noise": 2 * math.sqrt(2)},
+    }
+    restarts.write()
+    restarts.serve()
+    spent = one_round_at(2.0)
+    words = f"ε = {spent:.3g} at δ = 1e-05 is spent; in round 2 the noise was "
+    said = CliRunner().invoke(app, ["status", str(tmp_path / "run")], env={"COLUMNS": "200"})
+    assert words in said.output
+    assert words in (tmp_path / "run" / "report.html").read_text()
+    (line,) = re.findall(
+        r"^fedloom_privacy_epsilon (\S+)$", (tmp_path / "run" / "metrics.prom").read_text(), re.MULTILINE
+    )
+    assert float(line) == pytest.approx(spent, rel=1e-9)
+
+
+def one_round_at(noise: float) -> float:
+    from opacus.accountants import RDPAccountant
+
+    from fedloom.runtime.private import ORDERS
+
+    accountant = RDPAccountant()
+    accountant.history = [(noise, 1.0, 1)]
+    return float(accountant.get_epsilon(1e-5, alphas=ORDERS))
 
 
 def test_times_are_told_in_words() -> None:

@@ -189,6 +189,33 @@ def test_a_site_keeps_to_its_limits_and_its_secrets(backbone_folder: Path, tmp_p
     assert any("it says: DataError; the site's own log says more" in said for said in notes.said)
 
 
+def test_a_site_bounds_the_time_of_a_message_and_the_runs_it_keeps(backbone_folder: Path, tmp_path: Path) -> None:
+    """Whatever a server asks for: clustering over and over again, or a new run each minute."""
+    method = METHODS["fedweave"]()
+    world = world_of(method, tmp_path / "run")
+    nodes = write_sites(tmp_path / "sites", backbone_folder, limits={"max_seconds": 1, "max_runs": 1})
+    endless = terms_of("fedweave", backbone_folder, options={"restarts": 10_000_000})
+    transport, _ = transport_of(world, nodes[:1], endless, Patience(expected=1, minimum=1, wait=0.0, deadline=60.0))
+    transport.gather()
+    with pytest.raises(RoundError, match=r"longer than 1 s, the site's limit \(max_seconds\)"):
+        world.run(endless.build_method(), transport=transport, rounds=0)
+
+    flower_site._site.cache_clear()
+    sites = write_sites(tmp_path / "patient", backbone_folder, limits={"max_runs": 1})
+
+    def run(name: str) -> None:
+        world = world_of(METHODS["fedit"](), tmp_path / name)
+        transport, _ = transport_of(world, sites, terms_of("fedit", backbone_folder, run=name))
+        transport.gather()
+        keeping = replace(TRAINING, optimizer_state="keep")
+        world.run(METHODS["fedit"](), transport=transport, rounds=1, training=keeping)
+
+    run("1" * 16)
+    with pytest.raises(RoundError, match=r"as many runs as it may \(max_runs: 1\)"):
+        run("2" * 16)
+    assert [path.name for path in (tmp_path / "patient" / "ann" / "memory").iterdir()] == ["1" * 16]
+
+
 def test_what_a_site_refuses_is_one_line_of_its_log(
     backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from fedloom.runtime.leaving import Leaving
 from fedloom.runtime.loop import Receipt
 from fedloom.runtime.secure_client import frame, unframe
 from fedloom.types import Client, Order, Reply, Tensors
+from marker import MARK, Marked, traces
 from small_world import TRAINING, Wire, World, client_rows, tree, world_of
 
 SECAGG = SecureAggregation(min_contributors=2, reveal_signatures=True)
@@ -246,26 +247,6 @@ def test_fewer_than_the_threshold_are_asked_again(tmp_path: Path) -> None:
 
 # A planted marker.
 
-MARK = 0.1234567
-
-
-class Marked(METHODS["fedit"]):  # type: ignore[misc]
-    """Bob's update is one number throughout."""
-
-    def local(self, client: Client, order: Order) -> Reply:
-        reply: Reply = super().local(client, order)
-        if client.name != "bob":
-            return reply
-        return replace(reply, send={n: torch.full_like(t, MARK) for n, t in reply.send.items()})
-
-
-def traces(weight: int) -> list[bytes]:
-    """Return Bob's update as bytes: as it is in float32 and float64, and as the integer that stands in his vector."""
-    value = float(np.float32(MARK))
-    whole = round(value * 2.0**32)
-    forms = [np.full(4, value, kind) for kind in ("<f4", "<f8")]
-    return [form.tobytes() for form in [*forms, np.full(4, whole * weight, "<i8"), np.full(4, whole, "<i8")]]
-
 
 class Watching:
     """A transport that looks for traces of Bob in all that has come to the server, after every stage."""
@@ -358,5 +339,5 @@ def test_what_cannot_be_summed_is_refused_by_name_and_reason() -> None:
 
 
 def test_bits_of_a_tensor_are_where_the_trace_says() -> None:
-    tensors: Tensors = {"w": torch.full((4,), MARK)}
+    tensors: Tensors = {"w": torch.full((3,), MARK)}
     assert traces(5)[0] == tensors["w"].numpy().tobytes()

@@ -14,7 +14,7 @@ from fedloom.data.tasks import TASKS
 from fedloom.methods import METHODS
 from fedloom.report.figures import describe, loss_curve, traffic_bars, training_curve
 from fedloom.report.folder import Bucket, RunFolder, a_model
-from fedloom.report.wording import change, listed, plural, spans, visible, whole
+from fedloom.report.wording import change, listed, plural, privacy_words, spans, visible, whole
 
 ROUTINGS = {"top1": "the one best expert answers", "soft": "all experts answer together"}
 
@@ -263,6 +263,7 @@ def facts(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
     protocol = [
         ("method", f"{method.title} ({method.paper})" if method.paper else method.title),
         *((f"method.{key}", str(value)) for key, value in options.items()),
+        *([("privacy", words)] if (words := privacy_words(run.rounds)) else []),
         ("aggregated", method.aggregated),
         ("stays with the client", "its text" + ("" if method.local_only == "nothing" else f"; {method.local_only}")),
         ("participation", f"{federation['participation']:.0%} of the clients each round"),

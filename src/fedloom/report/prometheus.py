@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from fedloom.files import write_atomic
 from fedloom.report.status import RunStatus, SiteStatus, read_status
@@ -44,6 +45,7 @@ def exposition(status: RunStatus) -> str:
         ("rounds_wanted", "gauge", "Rounds that the run is to have.", _one(status.rounds_wanted)),
         ("finished", "gauge", "1 when the run has ended well.", _one(int(status.finished))),
         ("train_loss", "gauge", "Training loss of the last round.", _one(loss)),
+        ("privacy_epsilon", "gauge", "ε that is spent.", _one((_last(status, "privacy") or {}).get("epsilon"))),
         ("round_duration_seconds", "gauge", "Time of the last round's exchange.", _one(_last(status, "seconds"))),
     ]
     for name, kind, words, value in PER_SITE:
@@ -62,7 +64,7 @@ def _one(value: float | None) -> list[tuple[str, float]]:
     return [] if value is None else [("", value)]
 
 
-def _last(status: RunStatus, key: str) -> float | None:
+def _last(status: RunStatus, key: str) -> Any:
     return status.rounds[-1].get(key) if status.rounds else None
 
 

@@ -114,7 +114,7 @@ def read_status(out: Path) -> RunStatus:
     )
 
 
-ROUND_KEYS = ("round", "train_loss", "bytes_up", "bytes_down", "seconds", "quarantined", "absent", "weights")
+ROUND_KEYS = ("round", "train_loss", "bytes_up", "bytes_down", "seconds", "quarantined", "absent", "weights", "privacy")
 
 
 def sites_of(records: list[dict[str, Plain]]) -> dict[str, SiteStatus]:

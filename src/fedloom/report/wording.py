@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -77,6 +77,20 @@ def spans(rounds: Iterable[int]) -> str:
         else:
             found.append([r, r])
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in found)
+
+
+def privacy_words(records: Iterable[Mapping[str, Any]]) -> str:
+    """Say what the rounds have cost in privacy, and how much noise the last one took; empty without privacy."""
+    found = [(record["round"], record["privacy"]) for record in records if record.get("privacy")]
+    if not found:
+        return ""
+    round, last = found[-1]
+    if last["epsilon"] is None:
+        return f"no noise: ε is infinite at δ = {last['delta']:g}"
+    words = f"ε = {last['epsilon']:.3g} at δ = {last['delta']:g} is spent"
+    if (factor := last.get("noise_to_signal")) is not None:
+        words += f"; in round {round} the noise was {factor:.3g} times as long as the clients' mean update"
+    return words
 
 
 def listed(items: Sequence[str]) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pydantic import ValidationError
@@ -58,14 +62,35 @@ def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site
     """Return the content of a reply. An error says only what a site may say; the rest stays in its log."""
     try:
         site = _site(str(node_config.get("config", "")))
-        about, payload = unpack(content, site.config.limits.max_order_bytes)
-        return what(site, _terms(about), payload)
+        limits = site.config.limits
+        with _at_most(limits.max_seconds):
+            about, payload = unpack(content, limits.max_order_bytes)
+            return what(site, _terms(about), payload)
     except (SiteRefusal, UpdateRejected) as refusal:
         logger.error("fedloom refuses: %s", printable(str(refusal), MAX_REASON))
         return pack({"refused": str(refusal)})
     except Exception as error:
         logger.error("fedloom: %s", error, exc_info=None if isinstance(error, FedloomError) else error)
         return pack({"refused": f"{type(error).__name__}; the site's own log says more"})
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Raise a SiteRefusal in what takes longer. Needs a system with timers and the main thread, where Flower calls."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise SiteRefusal(f"this takes longer than {seconds} s, the site's limit (max_seconds)")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @cache

@@ -39,12 +39,15 @@ class Limits(Section):
     """What a site does for a server, at most.
 
     ``max_width`` bounds what an order can make it allocate: the summed rank of all experts, the summed width of the
-    routers, the slots, and the examples of a batch. ``only_sums``: whatever the server asks for, updates leave in
-    secure sums only, and nothing that a method asks for before round 1 leaves, unless ``signatures`` is true.
+    routers, the slots, and the examples of a batch. ``max_seconds`` bounds the work for any one message, and
+    ``max_runs`` the runs whose memories are kept. ``only_sums``: whatever the server asks for, updates leave in secure
+    sums only, and nothing that a method asks for before round 1 leaves, unless ``signatures`` is true.
     """
 
     max_steps: int = Field(10_000, ge=1)
     max_width: int = Field(4096, ge=1)
+    max_seconds: int = Field(86_400, ge=1)
+    max_runs: int = Field(100, ge=1)
     max_order_bytes: int = Field(2 << 30, ge=1)
     only_sums: bool = False
     signatures: bool = False
@@ -271,7 +274,7 @@ class Site:
             place.unlink(missing_ok=True)
 
     def _client(self, order: Order, terms: Terms) -> LocalClient:
-        memory = MemoryFolder(Path(self.config.folder) / terms.run)
+        memory = self._memories(terms)
         return LocalClient(
             name=self.config.client,
             rows=self.rows,
@@ -283,9 +286,18 @@ class Site:
 
     def _keep(self, terms: Terms, round: int, kept: ClientMemory | None) -> None:
         if kept is not None:
-            memory = MemoryFolder(Path(self.config.folder) / terms.run)
+            memory = self._memories(terms)
             memory.write(self.config.client, round, kept)
             self._forget(memory, round, terms.memory)
+
+    def _memories(self, terms: Terms) -> MemoryFolder:
+        folder, most = Path(self.config.folder), self.config.limits.max_runs
+        if not (folder / terms.run).is_dir() and sum(path.is_dir() for path in folder.glob("*")) >= most:
+            raise SiteRefusal(
+                f"{self.config.client} keeps the memories of as many runs as it may (max_runs: {most}); whoever looks "
+                "after the site can delete those of runs that are over"
+            )
+        return MemoryFolder(folder / terms.run)
 
     def _read(self, payload: bytes) -> Order:
         limits = self.config.limits
