@@ -43,6 +43,7 @@ class BenchmarkConfig(Section):
     test: int = Field(400, ge=1)
     skip: dict[str, int] = Field(default_factory=dict)
     skew: Literal["task", "label"] = "task"
+    min_per_client: int = Field(0, ge=0)
 
 
 class SyntheticConfig(Section):

@@ -25,6 +25,9 @@ def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]
     sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing", "personalised")}
     if sections["federation"]["wire"] == "none":  # a checkpoint from before the key
         del sections["federation"]["wire"]
+    benchmark = sections["data"]["benchmark"]
+    if benchmark is not None and benchmark["min_per_client"] == 0:  # likewise
+        del benchmark["min_per_client"]
     for section in ("privacy", "secagg"):
         if sections[section] is None:
             del sections[section]

@@ -278,3 +278,27 @@ def test_label_skew_refuses_what_are_no_labels(tmp_path: Path) -> None:
     (tmp_path / "gsm8k" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="100 rows of 'gsm8k' have 100 different responses"):
         build_benchmark(["gsm8k"], seed=1, clients=2, alpha=1.0, root=tmp_path, train=100, val=0, test=20, skew="label")
+
+
+@pytest.mark.parametrize("skew", ["task", "label"])
+def test_a_floor_draws_again_until_every_client_has_it(small_root, skew: str) -> None:
+    tasks, free = ("tweet_eval_sentiment",), {"alpha": 0.2, "skew": skew, "seed": 1}
+    without = small(small_root, tasks, **free)
+    smallest = min(len(rows) for rows in without.clients.values())
+    same = small(small_root, tasks, **free, min_per_client=smallest)
+    assert [keys(rows) for rows in same.clients.values()] == [keys(rows) for rows in without.clients.values()]
+    assert smallest < 4
+    floored = small(small_root, tasks, **free, min_per_client=4)
+    assert min(len(rows) for rows in floored.clients.values()) >= 4
+    assert sorted(keys(e for rows in floored.clients.values() for e in rows)) == sorted(
+        keys(e for rows in without.clients.values() for e in rows)
+    )
+    assert keys(floored.test["tweet_eval_sentiment"]) == keys(without.test["tweet_eval_sentiment"])
+
+
+def test_a_floor_out_of_reach_names_the_best_draw(small_root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "MOST_DRAWS", 20)
+    with pytest.raises(
+        ConfigError, match=r"min_per_client is 8, but of 20 draws at alpha 0.3 the best left a client with"
+    ):
+        small(small_root, ("gsm8k",), min_per_client=8)  # 30 rows for 4 clients

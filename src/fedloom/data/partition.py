@@ -26,6 +26,9 @@ MOST_LABELS = 64
 
 ALPHA_RANGE = (1e-9, 1e9)
 
+#: Draws after which a floor under the clients' rows counts as out of reach.
+MOST_DRAWS = 10_000
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -62,6 +65,7 @@ def build_benchmark(
     test: int = 400,
     skip: Mapping[str, int] | None = None,
     skew: str = "task",
+    min_per_client: int = 0,
 ) -> Benchmark:
     """Draw disjoint test, validation and training rows of each task and spread the training rows over clients.
 
@@ -83,6 +87,7 @@ def build_benchmark(
             training), and any other row with the same prompt.
         skew: ``task``: one draw per task. ``label``: one draw per response of a task, for classification (FC-MoE,
             arXiv 2606.15625, after PFL-MoE): clients differ in the labels that they hold.
+        min_per_client: draw the proportions again until every client has as many training rows.
     """
     _check(tasks, clients, {"train": train, "val": val, "test": test})
     skip = dict(skip or {})
@@ -92,6 +97,7 @@ def build_benchmark(
     validation_rows: dict[str, list[Example]] = {}
     test_rows: dict[str, list[Example]] = {}
     pools: dict[str, dict[str, Any]] = {}
+    parts: dict[str, list[list[Example]]] = {}
     for task in sorted(tasks):
         pool = _pool(task, root, skip)
         order = _generator(seed, "pool", task).permutation(len(pool.examples))
@@ -107,9 +113,11 @@ def build_benchmark(
         pools[task] = {**pool.record, "test": test, "validation": val, "train": len(training)}
         if len(training) < train:
             pools[task]["note"] = f"the pool is too small: {len(training)} training rows instead of {train}"
-        parts = [training] if skew == "task" else list(by_response(training).values())
-        split = dirichlet_counts([len(part) for part in parts], clients, alpha, _generator(seed, "clients", task))
-        for part, counts in zip(parts, split, strict=True):
+        parts[task] = [training] if skew == "task" else list(by_response(training).values())
+    sources = {task: _generator(seed, "clients", task) for task in parts}
+    sizes = {task: [len(part) for part in found] for task, found in parts.items()}
+    for task, split in _spread(sizes, clients, alpha, sources, min_per_client).items():
+        for part, counts in zip(parts[task], split, strict=True):
             ends = np.cumsum(counts)
             for name, start, end in zip(names, ends - counts, ends, strict=True):
                 rows[name] += part[start:end]
@@ -132,6 +140,31 @@ def build_benchmark(
         "test": {task: [[e.task, e.split, e.row] for e in part] for task, part in test_rows.items()},
     }
     return Benchmark(rows, validation_rows, test_rows, manifest)
+
+
+def _spread(
+    sizes: Mapping[str, Sequence[int]],
+    clients: int,
+    alpha: float,
+    sources: Mapping[str, np.random.Generator],
+    least: int,
+) -> dict[str, NDArray[np.int64]]:
+    """Return the counts of each task, (classes, clients), of the first draw that gives every client ``least`` rows.
+
+    Raises:
+        ConfigError: there is none among ``MOST_DRAWS``.
+    """
+    best = 0
+    for _ in range(MOST_DRAWS if least else 1):
+        drawn = {task: dirichlet_counts(sizes[task], clients, alpha, sources[task]) for task in sizes}
+        smallest = int(np.vstack(list(drawn.values())).sum(axis=0).min())
+        if smallest >= least:
+            return drawn
+        best = max(best, smallest)
+    raise ConfigError(
+        f"min_per_client is {least}, but of {MOST_DRAWS:,} draws at alpha {alpha:g} the best left a client with {best} "
+        "rows. Ask for less, for fewer clients, or give more rows."
+    )
 
 
 def by_response(examples: Sequence[Example]) -> dict[str, list[Example]]:
