@@ -148,7 +148,7 @@ SAID = {
     2: "has shape",
     3: "tensors are unknown",
     4: "its norm",
-    5: "truncated or not in safetensors format",
+    5: "cannot be decoded: SafetensorError",
     6: "truncated or not in safetensors format",  # a pickle
     7: "for round 6, but 'dan' was asked for round 7",
 }
