@@ -95,7 +95,7 @@ class Budget:
         router: parameters of all routers, and of whatever else is trained.
         total: parameters of the trained model's adapter, experts and everything else.
         signature: values of one bucket's signature, the B factors of one expert; 0 for methods that warm up none.
-        probe: values that a client sends in the probe for each bucket, A beside the B of the signature.
+        probe: values that a client sends in the probe for each bucket: A and B of a warm-up, or a centroid.
         trained: parameters that one client trains in a round, at most.
         up: values that one client sends per round, at most.
         down: values that one client gets per round, at most.
@@ -180,7 +180,7 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
         router=router,
         total=lora + router,
         signature=signature if warms_up else 0,
-        probe=sum(first.values()) if warms_up else 0,
+        probe=sum(first.values()) if warms_up else config.hidden_size if spec.centroids else 0,
         trained=sent.trained,
         up=sent.up,
         down=sent.down,

@@ -7,16 +7,21 @@ import pytest
 from bench_records import TASKS, run, suite, write
 
 from fedloom.bench import paper
+from fedloom.bench.analysis_tables import analysis_tables
 from fedloom.bench.costs import budget_table, cost_table
 from fedloom.bench.layout import Column, Table, ranks, signed, value, words
-from fedloom.bench.results import Stat, load_results
+from fedloom.bench.results import Stat, load_results, per_hundred
 from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import all_tables, global_table, per_hundred
+from fedloom.bench.tables import global_table, model_tables
+
+
+def tables_of(results):
+    return [*model_tables(results), *analysis_tables(results, Comparisons(results))]
 
 
 def tables(out):
     results = load_results(out)
-    return {table.name: table for table in all_tables(results, Comparisons(results))}
+    return {table.name: table for table in tables_of(results)}
 
 
 def rows(table):
@@ -216,7 +221,7 @@ def test_runs_of_other_versions_are_counted_below_every_table(tmp_path):
     results = load_results(write(tmp_path, runs))
     source = "2 versions of fedloom's source: ssssssssssss (2 runs), tttttttttttt (1 run)."
     torch = "2 versions of torch: 2.9 (2 runs), 2.10 (1 run)."
-    whole = [*all_tables(results, Comparisons(results)), budget_table(results), cost_table(results)]
+    whole = [*tables_of(results), budget_table(results), cost_table(results)]
     assert len(whole) == 6
     for table in whole:
         notes = "\n".join(table.notes)
@@ -231,7 +236,7 @@ def test_runs_of_other_versions_are_counted_below_every_table(tmp_path):
 
 def test_runs_of_one_version_have_no_such_note(tmp_path):
     results = load_results(write(tmp_path, [run("fedweave", 42), run("fedit", 42)]))
-    whole = [*all_tables(results, Comparisons(results)), budget_table(results), cost_table(results)]
+    whole = [*tables_of(results), budget_table(results), cost_table(results)]
     assert not any("versions of" in note for table in whole for note in table.notes)
 
 

@@ -283,7 +283,8 @@ def _marks(stats: Mapping[str, Stat], *, lowest: bool = False) -> dict[str, str]
 def _against(comparisons: Comparisons, setting: Setting, label: str) -> Entry:
     if label == NATIVE_MAIN:
         return difference(None)
-    return difference(comparisons.labels(setting, label, NATIVE_MAIN, "score"))
+    found = comparisons.labels(setting, label, NATIVE_MAIN, "score")
+    return difference(found, len(comparisons.results.of(setting, label)))
 
 
 def _capacity(results: Results) -> list[str]:

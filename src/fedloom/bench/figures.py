@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedloom.bench.drawing import DASHES, MARKERS, PAGE_STYLE, colours, end_labels, point_labels
-from fedloom.bench.results import AXES, MAIN, Results, Setting, Stat
-from fedloom.bench.tables import per_hundred
+from fedloom.bench.results import AXES, MAIN, Results, Setting, Stat, per_hundred
+from fedloom.bench.tables import routing_words
 from fedloom.report.figures import saved
 from fedloom.report.wording import number, visible
 
@@ -50,6 +50,13 @@ def hues(results: Results) -> dict[str, str]:
     return colours(sorted(results.labels(), key=results.is_variant))
 
 
+def caption(results: Results, setting: Setting, label: str, seeds: int) -> str:
+    """Return a label's title, how its model routes, and of how many seeds the mean is: ``FedLEASE (soft, n = 1)``."""
+    routing = routing_words(results, setting, label)
+    parts = [routing] if any(routing in results.modes(s, label) for s in results.settings) else []
+    return visible(f"{results.title(label)} ({', '.join([*parts, f'n = {seeds}'])})")
+
+
 def loss_bars(results: Results, setting: Setting) -> Picture | None:
     """Draw Table 1's macro losses: bars from 0, and beside them the same numbers magnified, seeds as dots."""
     stats = {label: results.stat(setting, label, lambda c: c.measured("loss")) for label in results.compared(setting)}
@@ -69,7 +76,7 @@ def loss_bars(results: Results, setting: Setting) -> Picture | None:
             dots.plot(found.values, [row] * found.n, "o", color="white", markeredgecolor=colour, markersize=5, zorder=3)
             text = number(mean, 3) + (f" ± {number(found.sd, 3)}" if found.sd is not None else "")
             dots.annotate(text, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
-        bars.set_yticks(range(len(labels)), [visible(results.title(label)) for label in labels])
+        bars.set_yticks(range(len(labels)), [caption(results, setting, x, stats[x].n) for x in labels])
         bars.invert_yaxis()  # shared: the first method on top
         bars.set_xlabel("macro loss, from 0")
         dots.set_xlabel("the same, magnified: mean ± sd, ○ single seeds")
@@ -137,17 +144,24 @@ def routing_maps(results: Results, setting: Setting) -> Picture | None:
 
 
 def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
-    """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3)."""
+    """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3).
+
+    A line is of the seeds that its label has everywhere on it: means over different seeds would show their difference.
+    """
     same = [s for s in results.settings if s.get(axis) is not None and s.differs(main) <= {axis}]
     places = sorted({s.get(axis) for s in same}, key=lambda v: (str(type(v)), v))
     lines: dict[str, dict[str, list[tuple[int, Stat]]]] = {}
     for metric in ("score", "loss"):
         for label in results.labels():
+            by_seed = [{c.seed: c.measured(metric) for c in results.of(s, label)} for s in same]
+            has = [{seed for seed, v in found.items() if v is not None} for found in by_seed]
+            common = sorted(set.intersection(*(seeds for seeds in has if seeds))) if any(has) else []
             points = [
-                (places.index(s.get(axis)), results.stat(s, label, lambda c, m=metric: c.measured(m)))  # type: ignore[misc]
-                for s in same
+                (places.index(s.get(axis)), Stat.of(found.get(seed) for seed in common))
+                for s, found, seeds in zip(same, by_seed, has, strict=True)
+                if seeds
             ]
-            points = sorted((at, found) for at, found in points if found.mean is not None)
+            points = sorted((at, found) for at, found in points if found.n)
             if len({at for at, _ in points}) > 1 and len(points) == len({at for at, _ in points}):
                 lines.setdefault(metric, {})[label] = points
     if not lines:
@@ -158,16 +172,18 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
         for axes, (metric, found) in zip(_rows(figure, len(lines)), lines.items(), strict=True):
             for label, points in found.items():
                 xs, means = [at for at, _ in points], [s.mean or 0.0 for _, s in points]
-                sds = [s.sd or 0.0 for _, s in points]
                 draw_line(axes, xs, means, hue[label], order.index(label), main=label == results.main)
-                low, high = ([m + sign * s for m, s in zip(means, sds)] for sign in (-1, 1))
-                axes.fill_between(xs, low, high, color=hue[label], alpha=0.13, linewidth=0)
+                sds = [s.sd for _, s in points if s.sd is not None]
+                if len(sds) == len(points):  # one seed has no band
+                    low, high = ([m + sign * s for m, s in zip(means, sds)] for sign in (-1, 1))
+                    axes.fill_between(xs, low, high, color=hue[label], alpha=0.13, linewidth=0)
             axes.set_xticks(range(len(places)), [str(p) for p in places])
             axes.set_ylabel(f"macro {metric}")
             axes.set_xlabel(f"{AXES[axis]} (even steps)")
         for axes, found in zip(figure.axes, lines.values(), strict=True):
             ends = {label: (points[-1][0], points[-1][1].mean or 0.0) for label, points in found.items()}
-            end_labels(figure, axes, {visible(results.title(k)): (*v, hue[k]) for k, v in ends.items()})
+            said = {k: caption(results, main, k, found[k][-1][1].n) for k in ends}
+            end_labels(figure, axes, {said[k]: (*v, hue[k]) for k, v in ends.items()})
 
     drawn = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
     title = f"Macro {' and '.join(lines)} over {AXES[axis]}, band: ± one sd ({main.backbone})"
@@ -213,6 +229,7 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
 def loss_curves(results: Results, setting: Setting) -> Picture | None:
     """Draw macro test loss over the rounds, mean over seeds."""
     lines: dict[str, list[tuple[int, float]]] = {}
+    seeds: dict[str, int] = {}
     for label in results.compared(setting):
         by_round: dict[int, list[float]] = {}
         cells = [c for c in results.of(setting, label) if c.get("curve")]
@@ -222,7 +239,7 @@ def loss_curves(results: Results, setting: Setting) -> Picture | None:
         # A mean over fewer seeds at some rounds would show a step that no run made.
         points = [(at, sum(v) / len(v)) for at, v in sorted(by_round.items()) if len(v) == len(cells)]
         if len(points) > 1:
-            lines[label] = points
+            lines[label], seeds[label] = points, len(cells)
     if not lines:
         return None
     order, hue = results.labels(), hues(results)
@@ -235,7 +252,7 @@ def loss_curves(results: Results, setting: Setting) -> Picture | None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("macro test loss")
-        ends = {visible(results.title(label)): (*points[-1], hue[label]) for label, points in lines.items()}
+        ends = {caption(results, setting, x, seeds[x]): (*points[-1], hue[x]) for x, points in lines.items()}
         end_labels(figure, axes, ends)
 
     text = "; ".join(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedloom.bench.results import Stat
-from fedloom.bench.significance import Difference
+from fedloom.bench.significance import LEAST_SEEDS, Difference
 from fedloom.report.wording import MISSING, number, visible
 
 Number = float | int | str | None
@@ -114,11 +114,13 @@ def stat(found: Stat, seeds: int, show: Callable[[float], str] = number) -> Entr
     return Entry(text + (f" (n = {found.n})" if found.n != seeds else ""), (found.mean, found.sd, found.n))
 
 
-def difference(found: Difference | None) -> Entry:
-    """Return a difference with its 95 % interval and p."""
+def difference(found: Difference | None, seeds: int | None = None) -> Entry:
+    """Return a difference with its 95 % interval and p; with n where its seeds are not the row's or are too few."""
     if found is None:
         return Entry(MISSING, (None, None, None, None, 0))
     text = f"{signed(found.estimate)} [{signed(found.low)}, {signed(found.high)}], {p_words(found.p)}"
+    if len(found.seeds) != seeds or len(found.seeds) < LEAST_SEEDS:
+        text += f" (n = {len(found.seeds)})"
     return Entry(text, (found.estimate, found.low, found.high, found.p, len(found.seeds)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedloom.bench.analysis_tables import analysis_tables
 from fedloom.bench.costs import budget_table, cost_table
 from fedloom.bench.fcmoe_figures import fcmoe_figures
 from fedloom.bench.fcmoe_tables import fcmoe_tables
@@ -13,7 +14,7 @@ from fedloom.bench.reading import reading
 from fedloom.bench.report import render
 from fedloom.bench.results import load_results
 from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import all_tables
+from fedloom.bench.tables import model_tables
 from fedloom.files import write_atomic
 
 
@@ -33,7 +34,7 @@ def write_outputs(out: Path, suite_title: str, notes: Sequence[str] = ()) -> lis
     """
     results = load_results(out)
     comparisons = Comparisons(results)
-    tables = [*fcmoe_tables(results, comparisons), *all_tables(results, comparisons)]
+    tables = [*fcmoe_tables(results, comparisons), *model_tables(results), *analysis_tables(results, comparisons)]
     tables += [budget_table(results), cost_table(results)]
     pictures = [*fcmoe_figures(results), *all_figures(results)]
     page = render(suite_title, notes, results, tables, pictures, reading(results, comparisons))

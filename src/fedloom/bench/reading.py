@@ -87,12 +87,18 @@ def sentence(claim: Claim, adjusted: Holm | None = None) -> str:
 
 
 def said_of(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
-    """Return the sentences of several groups of claims; Holm's adjustment is over all of them."""
-    ps = [claim.found.joint_p if claim.found else None for group in claims for claim in group]
-    known = [p for p in ps if p is not None]
-    adjusted = iter(holm(known))
-    notes = iter([None if p is None else Holm(next(adjusted), len(known)) for p in ps])
-    return [[sentence(claim, next(notes)) for claim in group] for group in claims]
+    """Return the sentences of several groups of claims; Holm's adjustment is over all of them, each once."""
+    known: dict[tuple[str, str, str, Difference], float] = {}
+    for claim in (claim for group in claims for claim in group):
+        if claim.found is not None and (p := claim.found.joint_p) is not None:
+            known[claim.a, claim.b, claim.metric, claim.found] = p
+    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
+
+    def note(claim: Claim) -> Holm | None:
+        p = adjusted.get((claim.a, claim.b, claim.metric, claim.found)) if claim.found is not None else None
+        return None if p is None else Holm(p, len(known))
+
+    return [[sentence(claim, note(claim)) for claim in group] for group in claims]
 
 
 def reading(results: Results, comparisons: Comparisons) -> list[Section]:
@@ -103,6 +109,7 @@ def reading(results: Results, comparisons: Comparisons) -> list[Section]:
         return [Section(main.text, (f"{title} has no result in this setting, so nothing is compared with it.",))]
     groups = [
         _baselines(results, comparisons, main),
+        _mixture(results, comparisons, main),
         _ablations(results, comparisons, main),
         _routing(results, comparisons, main),
         _trend(results, comparisons, main.backbone),
@@ -113,15 +120,32 @@ def reading(results: Results, comparisons: Comparisons) -> list[Section]:
 
 def _baselines(results: Results, comparisons: Comparisons, setting: Setting) -> Group:
     title = results.title(results.main)
-    found = []
-    for label in results.compared(setting):
-        if label != results.main and results.has_global_model(label) and not results.is_variant(label):
-            other = results.title(label) + (" (pooled data)" if results.is_pooled(label) else "")
-            found += [
-                Claim(title, other, m, comparisons.labels(setting, results.main, label, m))
-                for m in _measured(results, setting)
-            ]
+    found = [
+        Claim(title, rival, m, comparisons.labels(setting, results.main, label, m))
+        for label, rival in _rivals(results, setting)
+        for m in _measured(results, setting)
+    ]
     return f"{title} against each baseline ({setting.text})", found
+
+
+def _mixture(results: Results, comparisons: Comparisons, setting: Setting) -> Group:
+    """FedWeave's mixture of all experts against the baselines; the paper compares one expert only."""
+    if "soft" not in results.modes(setting, MAIN)[1:]:
+        return "", []
+    title = f"{results.title(MAIN)}'s mixture"
+    found = [
+        Claim(title, rival, m, comparisons.labels(setting, MAIN, label, m, mode_a="soft"))
+        for label, rival in _rivals(results, setting)
+        for m in _measured(results, setting)
+    ]
+    return f"{title} of all experts, which the paper does not compare, against each baseline ({setting.text})", found
+
+
+def _rivals(results: Results, setting: Setting) -> list[tuple[str, str]]:
+    """Return label and title of each baseline that has a global model."""
+    labels = [x for x in results.compared(setting) if x != results.main and not results.is_variant(x)]
+    pooled = {x: " (pooled data)" if results.is_pooled(x) else "" for x in labels}
+    return [(x, results.title(x) + pooled[x]) for x in labels if results.has_global_model(x)]
 
 
 def _ablations(results: Results, comparisons: Comparisons, setting: Setting) -> Group:

@@ -196,6 +196,14 @@ class Results:
         return list(dict.fromkeys(m for c in self.of(setting, label) for m in c.get("routing") or {}))
 
 
+def per_hundred(cell: Cell, mode: str, what: str) -> float | None:
+    """Return seconds per 100 test examples of generation or loss; None where either number is not on file."""
+    seconds = cell.get("routing", mode, f"{what}_seconds")
+    each = (cell.examples.get(mode) or {}).get("each" if what == "generation" else "each_loss") or {}
+    count = sum(len(rows) for rows in each.values())
+    return 100 * seconds / count if seconds is not None and count else None
+
+
 def mixture_notes(cells: Sequence[Cell]) -> list[str]:
     """Return a note for a table whose cells other versions of the source or other packages made; else nothing."""
     sources = _counted(str(cell.record.get("source_hash") or "unknown")[:12] for cell in cells)

@@ -205,17 +205,16 @@ class Comparisons:
         self.results = results
         self._made: dict[tuple[str, str, str], tuple[float, Array]] = {}
 
-    def labels(self, setting: Setting, a: str, b: str, metric: str) -> Difference | None:
-        """Compare two labels, each with its first routing mode; None where examples are not on file."""
+    def labels(
+        self, setting: Setting, a: str, b: str, metric: str, mode_a: str | None = None, mode_b: str | None = None
+    ) -> Difference | None:
+        """Compare two labels, each with its first routing or the one given; None where examples are not on file."""
         theirs = {cell.seed: cell for cell in self.results.of(setting, b)}
-        return self._difference(
-            {
-                c.seed: ((c, c.mode), (theirs[c.seed], theirs[c.seed].mode))
-                for c in self.results.of(setting, a)
-                if c.seed in theirs
-            },
-            metric,
-        )
+        pairs = {}
+        for ours in self.results.of(setting, a):
+            if (other := theirs.get(ours.seed)) is not None:
+                pairs[ours.seed] = ((ours, mode_a or ours.mode), (other, mode_b or other.mode))
+        return self._difference(pairs, metric)
 
     def modes(self, setting: Setting, label: str, a: str, b: str, metric: str) -> Difference | None:
         """Compare two routing modes of the same models."""

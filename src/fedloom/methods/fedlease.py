@@ -8,6 +8,7 @@ Differs from FedAvg: a client belongs to the cluster of clients whose warmed-up 
 trains its cluster's expert and router under the mixture of all experts, and the mean goes over the cluster.
 The papers do not say which router answers for everyone: here the gates of all routers are averaged, by the examples
 of their clusters. All routers start from one draw.
+Its authors warm up for 5 rounds of 2 local epochs; the default here is FedWeave's 10 steps for each of its buckets.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ D. Duan et al., FedWeave, arXiv 2607.26618 (2026), 'Ablation Study', Table 2: *w
 
 Differs from FedWeave: each client has one bucket, all its examples. So it warms up one LoRA, trains on mini-batches of
 all its patterns, and sends the update of one expert, weighted by its size. The router is FedWeave's.
+
+The paper compares at FedWeave's expert capacity. Clients fall into fewer clusters than buckets do where silhouette
+chooses, so set ``experts`` to what FedWeave found.
 """
 
 from __future__ import annotations

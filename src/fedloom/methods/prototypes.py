@@ -35,12 +35,13 @@ class DiscoveryOptions(MethodOptions):
 
 
 class ExpertOptions(MethodOptions):
-    """How buckets become experts. Defaults are FedWeave's (Appendix A)."""
+    """How buckets become experts. Defaults are FedWeave's (Appendix A); ``experts`` null: chosen by silhouette."""
 
     warmup_steps: int = Field(10, ge=1)
     warmup_batch: int = Field(8, ge=1)
     linkage: Literal["average", "complete", "single"] = "average"
     max_experts: int = Field(8, ge=1)
+    experts: int | None = Field(None, ge=1)
 
 
 def find_buckets(client: Client, options: DiscoveryOptions) -> Buckets:
@@ -113,7 +114,8 @@ def align_buckets(replies: Replies, options: ExpertOptions) -> tuple[Tensors, in
         sizes[reply.client] = reply.values["sizes"]
         for c in range(len(sizes[reply.client])):
             signatures.append(signature(take(reply.send, f"buckets/{c}")))
-    alignment = align(signature_distance(signatures), linkage=options.linkage, max_experts=options.max_experts)  # Eq. 1
+    distance = signature_distance(signatures)  # Eq. 1
+    alignment = align(distance, linkage=options.linkage, max_experts=options.max_experts, experts=options.experts)
     label = iter(alignment.labels.tolist())
     assignment = {client: [next(label) for _ in found] for client, found in sizes.items()}
     experts = RunningMean()

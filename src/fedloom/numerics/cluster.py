@@ -211,7 +211,9 @@ def signature_distance(signatures: Sequence[Mapping[str, torch.Tensor]]) -> Arra
 
 
 @_one_thread
-def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_experts: int = 8) -> Alignment:
+def align(
+    distance: torch.Tensor | Array, *, linkage: str = "average", max_experts: int = 8, experts: int | None = None
+) -> Alignment:
     """Group buckets of all clients into experts: agglomerative, M ∈ {2..min(max_experts, P−1)} by highest silhouette.
 
     The smallest M wins ties. One expert if P is too small for any candidate or all distances are zero.
@@ -220,6 +222,7 @@ def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_exper
         distance: (P, P), symmetric with a zero diagonal up to float32 rounding.
         linkage: ``average`` (our default: the paper names none), ``complete`` or ``single``.
         max_experts: largest M.
+        experts: M itself, in place of a choice by silhouette.
     """
     if linkage not in LINKAGES:
         raise ConfigError(f"Unknown linkage {linkage!r} for a distance matrix.{nearest(linkage, LINKAGES)}")
@@ -232,13 +235,13 @@ def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_exper
     if np.abs(raw - raw.T).max() > tolerance or np.abs(np.diag(raw)).max() > tolerance or raw.min() < -tolerance:
         raise FedloomError("Distances between signatures must be symmetric and not negative, with a zero diagonal.")
     clean = _clean(raw)
+    if experts is not None:
+        return _so_many(clean, experts, linkage)
     if clean.max() <= np.finfo(np.float64).eps * len(clean):
         return Alignment(np.zeros(len(clean), np.int64), 1)
     labels, silhouette, scores = _best_partition(
         range(2, min(max_experts, len(clean) - 1) + 1),
-        partition=lambda count: AgglomerativeClustering(count, metric="precomputed", linkage=linkage).fit_predict(
-            clean
-        ),
+        partition=lambda count: _agglomerate(clean, count, linkage),
         score=lambda labels: silhouette_score(clean, labels, metric="precomputed"),
         n=len(clean),
     )
@@ -246,6 +249,24 @@ def align(distance: torch.Tensor | Array, *, linkage: str = "average", max_exper
         # Equally distant signatures (all B zero, say) have no structure, and any labels would be arbitrary.
         return Alignment(np.zeros(len(clean), np.int64), 1, None, scores)
     return Alignment(labels, int(labels.max()) + 1, silhouette, scores)
+
+
+def _so_many(clean: Array, experts: int, linkage: str) -> Alignment:
+    """Group into a given number of experts."""
+    if experts > len(clean):
+        raise ConfigError(
+            f"method.experts is {experts}, but all clients together have {len(clean)} buckets. Ask for as many at most."
+        )
+    labels = _agglomerate(clean, experts, linkage) if experts > 1 else np.zeros(len(clean), np.int64)
+    scored = 1 < experts < len(clean)  # a silhouette needs two groups, and one with two members
+    silhouette = float(silhouette_score(clean, labels, metric="precomputed")) if scored else None
+    scores = {} if silhouette is None else {experts: silhouette}
+    return Alignment(_by_first_appearance(labels), experts, silhouette, scores)
+
+
+def _agglomerate(clean: Array, count: int, linkage: str) -> Array:
+    model = AgglomerativeClustering(count, metric="precomputed", linkage=linkage)
+    return np.asarray(model.fit_predict(clean), np.int64)
 
 
 def _best_partition(
