@@ -14,11 +14,18 @@ def nll(task, seed, n, level):
     return [[float(t * (level + 0.2 * e)), int(t)] for t, e in zip(tokens, rng.normal(size=n))]
 
 
-def run(label, seed=42, loss=1.0, n=40, alpha=0.3, modes=("top1",), score=0.5, title=None, tasks=TASKS, **more):
-    """Return (record, examples) of one cell; ``score=None`` for a run without generation."""
+def run(
+    label, seed=42, loss=1.0, n=40, alpha=0.3, modes=("top1",), score=0.5, title=None, tasks=TASKS, lower=None, **more
+):
+    """Return (record, examples) of one cell.
+
+    ``score=None`` for a run without generation; ``lower``: mode → how far its loss lies below ``loss``, 0.01 more for
+    each mode after the first where not given.
+    """
     routing, examples = {}, {}
     for index, mode in enumerate(modes):
-        each_loss = {task: nll(task, seed, n, loss - 0.01 * index) for task in tasks}
+        below = (lower or {}).get(mode, 0.01 * index)
+        each_loss = {task: nll(task, seed, n, loss - below) for task in tasks}
         losses = {task: sum(a for a, _ in rows) / sum(b for _, b in rows) for task, rows in each_loss.items()}
         routing[mode] = {"loss": losses | {"macro": sum(losses.values()) / len(tasks)}, "loss_seconds": 2.0 + index}
         examples[mode] = {"each_loss": each_loss}

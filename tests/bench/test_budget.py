@@ -74,6 +74,11 @@ def test_the_papers_counts(method, lora, router_, signature):
     assert found.to_plain() | {"round_bytes": 4 * found.total, "up_bytes": 4 * found.up} == found.to_plain()
 
 
+def test_a_probe_may_be_one_centroid():
+    """FedRouter's clients send the mean of each of their clusters' features: Llama-3.2-3B's have 3,072 values."""
+    assert budget("llama-3.2-3b", "fedrouter", 4).probe == 3072
+
+
 def cell(method):
     benchmark = {"tasks": ["gsm8k"], "clients": 20}
     plain = {"method": {"name": method}, "data": {"benchmark": benchmark, "max_length": 100}}

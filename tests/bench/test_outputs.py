@@ -8,13 +8,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from bench_records import run, suite, write
+from matplotlib.axes import Axes
 from PIL import Image
 
 from fedloom.bench.drawing import spread
-from fedloom.bench.figures import all_figures
+from fedloom.bench.figures import all_figures, band, caption, hues, over_axis, paired_points
 from fedloom.bench.outputs import write_outputs
 from fedloom.bench.reading import Claim, Holm, reading, said_of, sentence
-from fedloom.bench.results import load_results
+from fedloom.bench.results import Stat, load_results
 from fedloom.bench.significance import Comparisons, Difference
 
 HOSTILE = "<script>alert('x')</script>\"&'|`"
@@ -116,7 +117,13 @@ def test_without_examples_nothing_is_claimed(tmp_path):
 def test_every_claim_stands_with_its_interval_and_p(whole):
     results = load_results(whole[0])
     sections = reading(results, Comparisons(results))
-    assert len(sections) == 4
+    assert [section.title for section in sections] == [
+        "FedWeave against each baseline (tiny, α = 0.3)",
+        "FedWeave's mixture of all experts, which the paper does not compare, against each baseline (tiny, α = 0.3)",
+        "Ablations and variants (tiny, α = 0.3)",
+        "One expert against several, same FedWeave models (tiny, α = 0.3)",
+        "FedWeave against FedLEASE in every setting",
+    ]
     for said in (s for section in sections for s in section.sentences):
         assert "95 % interval" in said
         assert re.search(r"p [=≤] [01]\.\d", said), said
@@ -125,7 +132,12 @@ def test_every_claim_stands_with_its_interval_and_p(whole):
     words = [s for section in sections for s in section.sentences]
     assert any(s.startswith("FedWeave is below FFA-LoRA by 0.3000 in macro loss, which is better") for s in words)
     assert all(re.search(r"Holm for \d+ comparisons p ", s) for s in words)
-    assert len({re.search(r"for (\d+) comparisons", s)[1] for s in words}) == 1
+    # Of both metrics: 4 baselines with top1, the same 4 with the mixture, 3 variants, 2 other routings, and FedLEASE at
+    # 3 values of α, of which the main one stands among the baselines already.
+    assert {re.search(r"for (\d+) comparisons", s)[1] for s in words} == {str(2 * (4 + 4 + 3 + 2 + 3 - 1))}
+    assert len(words) == 2 * (4 + 4 + 3 + 2 + 3)
+    said = "FedWeave's mixture is below FedIT by 0.1200 in macro loss, which is better"  # 0.1 and 0.02 for the mixture
+    assert any(s.startswith(said) for s in words)
     assert any(s.startswith("w/o client-router and FedWeave are not distinguishable in macro loss") for s in words)
     assert any(s.startswith("tiny, α = 0.1: ") and s.endswith("Paper, Llama-3.2-3B: −0.0256.") for s in words)
 
@@ -137,7 +149,7 @@ def test_wording_of_a_difference():
         "p ≤ 0.001; over seeds −0.0225 to −0.0175, p ≤ 0.001; by seed −0.0210, −0.0190, −0.0200)."
     )
     assert "which is worse (" in sentence(Claim("A", "B", "score", below), Holm(0.03, 9))
-    lost = sentence(Claim("A", "B", "score", below, "here", " Paper: 1."), Holm(0.06, 9))
+    lost = sentence(Claim("A", "B", "score", below, "α = 0.1", "here", " Paper: 1."), Holm(0.06, 9))
     assert lost.startswith(
         "here: A is below B by 0.0200 in macro score, which is worse, but not once all comparisons are"
     )
@@ -168,6 +180,36 @@ def test_holm_counts_every_comparison_with_enough_seeds():
     assert "Holm for 2 comparisons p = 0.020" in third
 
 
+def test_holm_counts_a_comparison_once_though_two_groups_tell_it():
+    """Three comparisons, four sentences: 0.01 × 3 = 0.03, 0.03 × 2 = 0.06, and 0.04 × 1, not below the one before."""
+
+    def claim(b, p, where="", setting="here"):
+        found = Difference(-0.02, -0.03, -0.01, p, (1, 2, 3), (-0.02,) * 3)
+        return Claim("A", b, "loss", found, setting, where)
+
+    first, again = said_of([[claim("B", 0.01), claim("C", 0.04)], [claim("B", 0.01, "here"), claim("D", 0.03)]])
+    adjusted = [re.search(r"Holm for (\d+) comparisons (p = [\d.]+)\)", s).groups() for s in first + again]
+    assert adjusted == [("3", "p = 0.030"), ("3", "p = 0.060"), ("3", "p = 0.030"), ("3", "p = 0.060")]
+    assert again[0] == "here: " + first[0]
+    (one,), (two,) = said_of([[claim("B", 0.02)], [claim("B", 0.02, "there", "there")]])  # equal numbers, two settings
+    assert "Holm for 2 comparisons p = 0.040" in one
+    assert "Holm for 2 comparisons p = 0.040" in two
+
+
+@pytest.mark.parametrize(
+    ("modes", "claims"), [(("top1", "soft"), 2), (("top1", "top2"), 0), (("soft", "top1"), 0), (("top1",), 0)]
+)
+def test_the_mixture_is_compared_only_where_it_is_not_the_first_routing(tmp_path, modes, claims):
+    runs = [run("fedweave", seed, modes=modes, title="FedWeave") for seed in (42, 43, 44)]
+    runs += [run("fedit", seed, 2.0, title="FedIT") for seed in (42, 43, 44)]
+    results = load_results(write(tmp_path, runs))
+    sections = reading(results, Comparisons(results))
+    said = [s for section in sections if "mixture" in section.title for s in section.sentences]
+    assert len(said) == claims
+    assert all(s.startswith("FedWeave's mixture ") for s in said)
+    assert bool(claims) == any(s.startswith("FedWeave's mixture is below FedIT by 1.0100") for s in said)
+
+
 def test_two_seeds_are_called_better_nowhere(tmp_path):
     runs = [run(label, seed, loss) for label, loss in (("fedweave", 1.0), ("fedit", 2.0)) for seed in (42, 43)]
     out = write(tmp_path, runs)
@@ -192,6 +234,66 @@ def test_figures_of_one_setting_have_no_trend(tmp_path):
     assert found.keys() == {"table1_loss", "fig2_routing", "fig4_routing_cost", "loss_curves"}
     assert "macro loss" in found["fig4_routing_cost"].title  # there is no score
     assert "gsm8k mostly E2" in found["fig2_routing"].text
+
+
+def test_captions_say_how_a_model_routes_and_of_how_many_seeds(tmp_path, monkeypatch):
+    runs = [run("fedweave", seed, modes=("top1", "soft"), title="FedWeave") for seed in (42, 43)]
+    runs += [run("fedlease", modes=("soft", "top1"), title="FedLEASE"), run("fedit", title="FedIT")]
+    runs += [run("fedrouter", experts=1, title="FedRouter")]
+    results = load_results(write(tmp_path, runs))
+    main = results.settings[0]
+    captions = [caption(results, main, label, len(results.of(main, label))) for label in results.labels()]
+    assert captions == ["FedWeave (top1, n = 2)", "FedLEASE (soft, n = 1)", "FedIT (n = 1)", "FedRouter (n = 1)"]
+    points = []  # their letters have an outline, so the file holds them as shapes
+    monkeypatch.setattr("fedloom.bench.figures.point_labels", lambda *a: points.extend(name for _, _, name, _ in a[2]))
+    drawn = {picture.name: picture.svg.decode() for picture in all_figures(results)}
+    for name in ("table1_loss", "loss_curves"):
+        assert all(f">{words}<" in drawn[name] for words in captions), name
+    assert points == [
+        "FedWeave top1 (n = 2)",
+        "FedWeave soft (n = 2)",
+        "FedLEASE soft (n = 1)",
+        "FedLEASE top1 (n = 1)",
+    ]
+
+
+def test_a_line_over_an_axis_is_of_the_seeds_that_all_its_points_have(tmp_path):
+    """By seed, at α = 0.1, 0.3, 0.5; the common ones of FedWeave are 42 and 43."""
+    losses = {
+        "fedweave": {0.1: {42: 1.0, 43: 3.0}, 0.3: {42: 2.0, 43: 2.5, 44: 9.0}, 0.5: {42: 4.0, 43: 6.0, 45: 9.0}},
+        "fedlease": {0.1: {42: 1.0}, 0.5: {42: 2.0, 43: 9.0}},  # not measured at 0.3
+        "fedit": {0.1: {42: 1.0}, 0.3: {43: 1.0}},  # nothing in common
+    }
+    runs = [
+        run(label, seed, loss, alpha=alpha)
+        for label, by_alpha in losses.items()
+        for alpha, by_seed in by_alpha.items()
+        for seed, loss in by_seed.items()
+    ]
+    for record, _ in runs:
+        record["routing"]["top1"]["loss"]["macro"] = losses[record["label"]][record["alpha"]][record["seed"]]
+    results = load_results(write(tmp_path, runs))
+    settings = sorted(results.settings, key=lambda s: s.get("alpha"))
+    assert paired_points(results, settings, "fedweave", "loss") == [
+        (0, Stat((1.0, 3.0))), (1, Stat((2.0, 2.5))), (2, Stat((4.0, 6.0))),
+    ]  # fmt: skip
+    assert paired_points(results, settings, "fedlease", "loss") == [(0, Stat((1.0,))), (2, Stat((2.0,)))]
+    assert paired_points(results, settings, "fedit", "loss") == []
+    assert paired_points(results, settings, "absent", "loss") == []
+
+
+def test_one_seed_has_no_band(tmp_path, monkeypatch):
+    assert band([Stat((1.0,)), Stat((2.0,))]) is None
+    low, high = band([Stat((1.0, 3.0)), Stat((2.0, 2.0))])  # sd √2 and 0
+    assert (low, high) == (pytest.approx([2 - 2**0.5, 2]), pytest.approx([2 + 2**0.5, 2]))
+    drawn = []
+    monkeypatch.setattr(Axes, "fill_between", lambda *_, color, **__: drawn.append(color))
+    runs = [run("fedweave", seed, alpha=alpha, score=None) for seed in (42, 43) for alpha in (0.1, 0.3)]
+    runs += [run("fedlease", 42, alpha=alpha, score=None, title="FedLEASE") for alpha in (0.1, 0.3)]
+    results = load_results(write(tmp_path, runs))
+    picture = over_axis(results, results.settings[0], "alpha")
+    assert drawn == [hues(results)["fedweave"]]
+    assert ">FedLEASE (n = 1)<" in picture.svg.decode()
 
 
 def test_spread_labels_stay_inside():

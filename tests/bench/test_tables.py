@@ -9,10 +9,10 @@ from bench_records import TASKS, run, suite, write
 from fedloom.bench import paper
 from fedloom.bench.analysis_tables import analysis_tables
 from fedloom.bench.costs import budget_table, cost_table
-from fedloom.bench.layout import Column, Table, ranks, signed, value, words
+from fedloom.bench.layout import Column, Table, difference, ranks, signed, value, words
 from fedloom.bench.results import Stat, load_results, per_hundred
-from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import global_table, model_tables
+from fedloom.bench.significance import Comparisons, Difference
+from fedloom.bench.tables import capacity_notes, global_table, model_tables, seed_notes
 
 
 def tables_of(results):
@@ -114,11 +114,33 @@ def test_rows_with_fewer_seeds_are_not_ranked_and_missing_cells_are_dashes(tmp_p
 
 
 def test_ablations_against_fedweave_with_intervals(tmp_path):
-    got = rows(tables(write(tmp_path, suite()))["table2"])["w/o prototype-expert"]
+    table = tables(write(tmp_path, suite()))["table2"]
+    found = csv.DictReader(io.StringIO(table.csv()))
+    (got,) = (row for row in found if (row["method"], row["routing"]) == ("w/o prototype-expert", "top1"))
     assert float(got["minus FedWeave: loss"]) == pytest.approx(0.04)
     assert float(got["minus FedWeave: loss low"]) <= 0.04 + 1e-9
     assert float(got["minus FedWeave: loss p"]) == pytest.approx(2 / 2001)
     assert got["minus FedWeave, paper, Llama-3.2-3B: loss"] == "0.0336"
+
+
+def test_ablations_compare_one_expert_with_one_and_the_mixture_with_the_mixture(tmp_path):
+    """FedWeave 1.0 and 0.8, the ablation 1.3 and 0.7: worse by 0.3 with one expert, better by 0.1 when mixed."""
+    modes = ("top1", "top2", "soft")
+    runs = [run("fedweave", 42, 1.0, modes=modes, lower={"soft": 0.2})]
+    runs += [run("fedweave_wo_client_router", 42, 1.3, modes=modes, lower={"soft": 0.6})]
+    table = tables(write(tmp_path, runs))["table2"]
+    got = {(row["method"], row["routing"]): row for row in csv.DictReader(io.StringIO(table.csv()))}
+    title = "Fedweave Wo Client Router"
+    assert list(got) == [("Fedweave", "top1"), ("Fedweave", "soft"), (title, "top1"), (title, "soft")]
+    gaps = {key: float(got[key]["macro loss"]) - float(got["Fedweave", key[1]]["macro loss"]) for key in got}
+    assert gaps == pytest.approx({("Fedweave", "top1"): 0, ("Fedweave", "soft"): 0, (title, "top1"): 0.3,
+                                  (title, "soft"): -0.1})  # fmt: skip
+    differences = {key: got[key]["minus FedWeave: loss"] for key in got}
+    assert differences["Fedweave", "top1"] == differences["Fedweave", "soft"] == ""
+    assert float(differences[title, "top1"]) == pytest.approx(0.3)
+    assert float(differences[title, "soft"]) == pytest.approx(-0.1)
+    paper_column = "minus FedWeave, paper, Llama-3.2-3B: loss"  # the paper prints one expert's only
+    assert [got[title, mode][paper_column] for mode in ("top1", "soft")] == ["0.0428", ""]
 
 
 def test_discovery_table_holds_every_variant_of_fedweave(tmp_path):
@@ -191,7 +213,7 @@ def test_the_size_of_the_mixture_stands_in_the_row(tmp_path):
     assert got["Fedweave"].text == "3.67 × 8"
     assert got["Fedweave"].parts == (pytest.approx(11 / 3), 8)
     assert (got["Fedit"].text, got["Fedit"].parts) == ("1 × 32", (1.0, 32))
-    assert [row[2].text for row in found["table2"].rows] == ["3.67 × 8", "4 × 8"]
+    assert [row[2].text for row in found["table2"].rows] == ["3.67 × 8", "3.67 × 8", "4 × 8", "4 × 8"]
     budgets = {
         (r["backbone"], r["method"]): r for r in csv.DictReader(io.StringIO(budget_table(load_results(tmp_path)).csv()))
     }
@@ -211,6 +233,89 @@ def test_every_row_names_its_routing_and_fedweaves_mixture_is_not_ranked(tmp_pat
     losses = {row[0].text: row[-5] for row in table.rows}
     assert losses[mixed].parts[0] == pytest.approx(losses["Fedweave"].parts[0] - 0.02)  # better than all, and no mark
     assert (losses[mixed].mark, losses["Fedlease"].mark, losses["Fedweave"].mark) == ("", "best", "second")
+
+
+def test_personalised_rows_name_their_routing(tmp_path):
+    runs = [run("fedweave", modes=("top1", "soft")), run("fedlease", modes=("soft", "top1")), run("fedit")]
+    runs += [run("local", routing={}, routing_matrix={}, global_model=False, personal=True)]
+    for record, _ in runs:
+        record["personalised"]["routing"] = "soft" if record["label"] == "fedlease" else "top1"
+    got = rows(tables(write(tmp_path, runs))["table1_personalised"])
+    assert {title: row["routing"] for title, row in got.items()} == {
+        "Fedweave": "top1", "Fedlease": "soft", "Fedit": "none, one adapter", "Local": "none, one adapter",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seeds", "of_the_row", "count"),
+    [
+        ((1, 2, 3), 3, ""),
+        ((1, 2, 3, 4), 4, ""),
+        ((1, 2, 3), 4, " (n = 3)"),  # the row has a seed that the other one lacks
+        ((1, 2), 2, " (n = 2)"),  # too few to say anything of other seeds
+        ((7,), 1, " (n = 1)"),
+        ((1, 2, 3), None, " (n = 3)"),
+    ],
+)
+def test_a_difference_says_its_seeds_where_they_are_not_the_rows_or_too_few(seeds, of_the_row, count):
+    found = Difference(-0.25, -0.5, 0.125, 0.04, seeds, (-0.25,) * len(seeds))
+    entry = difference(found, of_the_row)
+    assert entry.text == "−0.2500 [−0.5000, +0.1250], p = 0.040" + count
+    assert entry.parts == (-0.25, -0.5, 0.125, 0.04, len(seeds))
+
+
+CAPACITY = "Models of one seed differ in experts × rank"
+SEEDS = "Not every row has the same seeds"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "noted"),
+    [
+        ({"fedweave": [(42, 4, 8)], "fedit": [(42, 1, 32)]}, False),  # 32 = 32
+        ({"fedweave": [(42, 4, 8)], "fedlease": [(42, 2, 8)]}, True),  # 32 and 16
+        ({"fedweave": [(42, 4, 8), (43, 2, 8)], "fedlease": [(42, 4, 8), (43, 2, 8)]}, False),  # alike on each seed
+        ({"fedweave": [(42, 4, 8)], "fedlease": [(43, 2, 8)]}, False),  # no seed has both
+        ({"fedweave": [(42, 4, 8)], "fedlease": [(42, 2, None)]}, False),  # a record without a rank
+        ({"fcmoe": [(42, 4, 8)], "fedavg": [(42, 1, 8)]}, False),  # experts that the backbone comes with
+    ],
+)
+def test_unequal_capacity_is_noted(tmp_path, sizes, noted):
+    runs = [
+        run(label, seed, modes=("top1", "soft"), method=label, experts=experts, rank=rank)
+        for label, cells in sizes.items()
+        for seed, experts, rank in cells
+    ]
+    results = load_results(write(tmp_path, runs))
+    notes = capacity_notes(results, results.settings, list(sizes))
+    assert [note.startswith(CAPACITY) for note in notes] == [True] * noted
+    for table in model_tables(results):
+        assert any(note.startswith(CAPACITY) for note in table.notes) == noted, table.name
+
+
+def test_unequal_seeds_are_noted_within_a_setting_only(tmp_path):
+    runs = [run("fedweave", seed) for seed in (42, 43)] + [run("fedit", seed) for seed in (42, 43)]
+    runs += [run(label, alpha=0.1) for label in ("fedweave", "fedit")]
+    results = load_results(write(tmp_path / "even", runs))
+    assert seed_notes(results, results.settings, ["fedweave", "fedit", "absent"]) == []
+    assert not any(note.startswith(SEEDS) for table in tables_of(results) for note in table.notes)
+    results = load_results(write(tmp_path / "odd", [*runs, run("fedit", 44)]))
+    (note,) = seed_notes(results, results.settings, ["fedweave", "fedit"])
+    assert note.startswith(SEEDS)
+    assert seed_notes(results, results.settings[1:], ["fedweave", "fedit"]) == []
+    assert {table.name: note in table.notes for table in model_tables(results)} == {
+        "table1": True, "table1_personalised": True, "table1_tiny_alpha0.1": False,
+        "table1_personalised_tiny_alpha0.1": False,
+    }  # fmt: skip
+
+
+def test_ablations_of_another_size_or_other_seeds_are_noted(tmp_path):
+    modes = ("top1", "soft")
+    runs = [run("fedweave", seed, modes=modes, experts=4, rank=8) for seed in (42, 43)]
+    runs += [run("fedweave_wo_prototype_expert", 42, modes=modes, experts=2, rank=8)]
+    table = tables(write(tmp_path, runs))["table2"]
+    assert any(note.startswith(CAPACITY) for note in table.notes)
+    assert any(note.startswith(SEEDS) for note in table.notes)
+    assert table.rows[-1][-3].text.endswith("(n = 1)")
 
 
 def test_runs_of_other_versions_are_counted_below_every_table(tmp_path):

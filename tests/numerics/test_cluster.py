@@ -243,6 +243,43 @@ def test_signatures_to_experts() -> None:
     assert adjusted_rand_score(truth, found.labels) == 1.0
 
 
+#: Points 0 and 2 are nearest, then 1 and 3; every other pair is at 1.
+TWO_PAIRS = np.array([[0, 1, 0.1, 1], [1, 0, 1, 0.2], [0.1, 1, 0, 1], [1, 0.2, 1, 0]])
+
+
+@pytest.mark.parametrize("linkage", ["average", "complete", "single"])
+@pytest.mark.parametrize(
+    ("experts", "labels", "silhouette"),
+    [
+        (1, [0, 0, 0, 0], None),
+        (2, [0, 1, 0, 1], (0.9 + 0.8) / 2),  # (1 − 0.1) / 1 and (1 − 0.2) / 1
+        (3, [0, 1, 0, 2], (2 * 0.9 + 0 + 0) / 4),  # one alone has 0 (Rousseeuw 1987)
+        (4, [0, 1, 2, 3], None),
+    ],
+)
+def test_a_given_number_of_experts_by_hand(
+    linkage: str, experts: int, labels: list[int], silhouette: float | None
+) -> None:
+    found = align(TWO_PAIRS, linkage=linkage, max_experts=2, experts=experts)  # it is no candidate: no bound on it
+    assert (found.labels.tolist(), found.count) == (labels, experts)
+    assert found.labels.dtype == np.int64
+    assert found.silhouette == (silhouette and pytest.approx(silhouette))
+    assert found.scores == ({} if silhouette is None else {experts: found.silhouette})
+
+
+def test_a_given_number_of_experts_of_equal_signatures() -> None:
+    """By silhouette they are one expert; asked for two, two it is."""
+    assert align(np.zeros((3, 3))).count == 1
+    assert len(set(align(np.zeros((3, 3)), experts=2).labels.tolist())) == 2
+    assert align(np.zeros((1, 1)), experts=1).labels.tolist() == [0]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_more_experts_than_buckets_are_refused_by_name(size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.experts is {size + 1}, but all clients .* have {size} buckets"):
+        align(TWO_PAIRS[:size, :size], experts=size + 1)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

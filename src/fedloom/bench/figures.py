@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from fedloom.bench.drawing import DASHES, MARKERS, PAGE_STYLE, colours, end_labels, point_labels
 from fedloom.bench.results import AXES, MAIN, Results, Setting, Stat, per_hundred
-from fedloom.bench.tables import routing_words
+from fedloom.bench.tables import routings
 from fedloom.report.figures import saved
-from fedloom.report.wording import number, visible
+from fedloom.report.wording import listed, number, visible
 
 #: The two methods whose routing the paper's Figure 2 sets side by side.
 ROUTED = (MAIN, "fedlease")
@@ -52,9 +52,8 @@ def hues(results: Results) -> dict[str, str]:
 
 def caption(results: Results, setting: Setting, label: str, seeds: int) -> str:
     """Return a label's title, how its model routes, and of how many seeds the mean is: ``FedLEASE (soft, n = 1)``."""
-    routing = routing_words(results, setting, label)
-    parts = [routing] if any(routing in results.modes(s, label) for s in results.settings) else []
-    return visible(f"{results.title(label)} ({', '.join([*parts, f'n = {seeds}'])})")
+    routing = listed(routings(results, setting, label))
+    return visible(f"{results.title(label)} ({', '.join([*filter(None, [routing]), f'n = {seeds}'])})")
 
 
 def loss_bars(results: Results, setting: Setting) -> Picture | None:
@@ -144,25 +143,13 @@ def routing_maps(results: Results, setting: Setting) -> Picture | None:
 
 
 def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
-    """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3).
-
-    A line is of the seeds that its label has everywhere on it: means over different seeds would show their difference.
-    """
+    """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3)."""
     same = [s for s in results.settings if s.get(axis) is not None and s.differs(main) <= {axis}]
-    places = sorted({s.get(axis) for s in same}, key=lambda v: (str(type(v)), v))
+    same.sort(key=lambda s: (str(type(s.get(axis))), s.get(axis)))
     lines: dict[str, dict[str, list[tuple[int, Stat]]]] = {}
     for metric in ("score", "loss"):
         for label in results.labels():
-            by_seed = [{c.seed: c.measured(metric) for c in results.of(s, label)} for s in same]
-            has = [{seed for seed, v in found.items() if v is not None} for found in by_seed]
-            common = sorted(set.intersection(*(seeds for seeds in has if seeds))) if any(has) else []
-            points = [
-                (places.index(s.get(axis)), Stat.of(found.get(seed) for seed in common))
-                for s, found, seeds in zip(same, by_seed, has, strict=True)
-                if seeds
-            ]
-            points = sorted((at, found) for at, found in points if found.n)
-            if len({at for at, _ in points}) > 1 and len(points) == len({at for at, _ in points}):
+            if len(points := paired_points(results, same, label, metric)) > 1:
                 lines.setdefault(metric, {})[label] = points
     if not lines:
         return None
@@ -173,22 +160,40 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
             for label, points in found.items():
                 xs, means = [at for at, _ in points], [s.mean or 0.0 for _, s in points]
                 draw_line(axes, xs, means, hue[label], order.index(label), main=label == results.main)
-                sds = [s.sd for _, s in points if s.sd is not None]
-                if len(sds) == len(points):  # one seed has no band
-                    low, high = ([m + sign * s for m, s in zip(means, sds)] for sign in (-1, 1))
-                    axes.fill_between(xs, low, high, color=hue[label], alpha=0.13, linewidth=0)
-            axes.set_xticks(range(len(places)), [str(p) for p in places])
+                if (edges := band([s for _, s in points])) is not None:
+                    axes.fill_between(xs, *edges, color=hue[label], alpha=0.13, linewidth=0)
+            axes.set_xticks(range(len(same)), [str(s.get(axis)) for s in same])
             axes.set_ylabel(f"macro {metric}")
             axes.set_xlabel(f"{AXES[axis]} (even steps)")
         for axes, found in zip(figure.axes, lines.values(), strict=True):
             ends = {label: (points[-1][0], points[-1][1].mean or 0.0) for label, points in found.items()}
-            said = {k: caption(results, main, k, found[k][-1][1].n) for k in ends}
+            said = {k: caption(results, same[found[k][-1][0]], k, found[k][-1][1].n) for k in ends}
             end_labels(figure, axes, {said[k]: (*v, hue[k]) for k, v in ends.items()})
 
     drawn = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
     title = f"Macro {' and '.join(lines)} over {AXES[axis]}, band: ± one sd ({main.backbone})"
     inches = (7.5, 0.4 + len(lines) * max(2.7, 0.24 * max(map(len, lines.values()))))
     return picture_of(f"fig3_{axis}", title, f"Lines of {', '.join(drawn)}.", inches, draw)
+
+
+def paired_points(results: Results, settings: Sequence[Setting], label: str, metric: str) -> list[tuple[int, Stat]]:
+    """Return (index of the setting, measured) of a line, of the seeds that the label has everywhere on it.
+
+    Means over different seeds would show the seeds' difference as a trend. Settings without the label have no point.
+    """
+    by_seed = [{c.seed: c.measured(metric) for c in results.of(s, label)} for s in settings]
+    has = [{seed for seed, v in found.items() if v is not None} for found in by_seed]
+    common = set.intersection(*(seeds for seeds in has if seeds)) if any(has) else set()
+    places = [at for at, seeds in enumerate(has) if common & seeds]
+    return [(at, Stat.of(by_seed[at][seed] for seed in sorted(common))) for at in places]
+
+
+def band(stats: Sequence[Stat]) -> tuple[list[float], list[float]] | None:
+    """Return mean − sd and mean + sd of a line's points; one seed has none."""
+    pairs = [(s.mean, s.sd) for s in stats if s.mean is not None and s.sd is not None]
+    if len(pairs) < len(stats):
+        return None
+    return [mean - sd for mean, sd in pairs], [mean + sd for mean, sd in pairs]
 
 
 def quality_against_time(results: Results, setting: Setting) -> Picture | None:
@@ -211,7 +216,7 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
                 axes.errorbar(x, y, xerr=seconds.sd, yerr=quality.sd, color=hue[label], capsize=3, linewidth=1.2)
                 axes.plot(x, y, "o", color=hue[label], markersize=8 if label == results.main else 6)
         axes.margins(0.16)
-        named = [(x.mean or 0.0, y.mean or 0.0, f"{visible(results.title(label))} {mode}", hue[label])
+        named = [(x.mean or 0.0, y.mean or 0.0, f"{visible(results.title(label))} {mode} (n = {y.n})", hue[label])
                  for label, found in points.items() for mode, (x, y) in found.items()]  # fmt: skip
         point_labels(figure, axes, named)
         axes.set_xlabel(f"{what}, seconds per 100 test examples")

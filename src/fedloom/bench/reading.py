@@ -43,6 +43,7 @@ class Claim:
         a, b: what is compared.
         metric: ``loss`` or ``score``.
         found: the comparison; None where per-example numbers are not on file.
+        setting: which one it is of; comparisons that agree in all before, and in this, are one comparison.
         where: words before it, as ``α = 0.1``.
         after: a sentence behind it.
     """
@@ -51,8 +52,14 @@ class Claim:
     b: str
     metric: str
     found: Difference | None
+    setting: str = ""
     where: str = ""
     after: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What is compared; a group of sentences may repeat what another one says."""
+        return self.a, self.b, self.metric, self.setting
 
 
 #: A heading and what stands below it.
@@ -88,17 +95,11 @@ def sentence(claim: Claim, adjusted: Holm | None = None) -> str:
 
 def said_of(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
     """Return the sentences of several groups of claims; Holm's adjustment is over all of them, each once."""
-    known: dict[tuple[str, str, str, Difference], float] = {}
-    for claim in (claim for group in claims for claim in group):
-        if claim.found is not None and (p := claim.found.joint_p) is not None:
-            known[claim.a, claim.b, claim.metric, claim.found] = p
+    found = {claim.key: claim.found.joint_p for group in claims for claim in group if claim.found is not None}
+    known = {key: p for key, p in found.items() if p is not None}
     adjusted = dict(zip(known, holm(list(known.values())), strict=True))
-
-    def note(claim: Claim) -> Holm | None:
-        p = adjusted.get((claim.a, claim.b, claim.metric, claim.found)) if claim.found is not None else None
-        return None if p is None else Holm(p, len(known))
-
-    return [[sentence(claim, note(claim)) for claim in group] for group in claims]
+    notes = {key: Holm(p, len(known)) for key, p in adjusted.items()}
+    return [[sentence(claim, notes.get(claim.key)) for claim in group] for group in claims]
 
 
 def reading(results: Results, comparisons: Comparisons) -> list[Section]:
@@ -121,7 +122,7 @@ def reading(results: Results, comparisons: Comparisons) -> list[Section]:
 def _baselines(results: Results, comparisons: Comparisons, setting: Setting) -> Group:
     title = results.title(results.main)
     found = [
-        Claim(title, rival, m, comparisons.labels(setting, results.main, label, m))
+        Claim(title, rival, m, comparisons.labels(setting, results.main, label, m), setting.text)
         for label, rival in _rivals(results, setting)
         for m in _measured(results, setting)
     ]
@@ -134,7 +135,7 @@ def _mixture(results: Results, comparisons: Comparisons, setting: Setting) -> Gr
         return "", []
     title = f"{results.title(MAIN)}'s mixture"
     found = [
-        Claim(title, rival, m, comparisons.labels(setting, MAIN, label, m, mode_a="soft"))
+        Claim(title, rival, m, comparisons.labels(setting, MAIN, label, m, mode_a="soft"), setting.text)
         for label, rival in _rivals(results, setting)
         for m in _measured(results, setting)
     ]
@@ -156,7 +157,7 @@ def _ablations(results: Results, comparisons: Comparisons, setting: Setting) -> 
                 difference = comparisons.labels(setting, label, results.main, metric)
                 printed = _printed(paper.ABLATION.get((label, metric)), setting)
                 titles = results.title(label), results.title(results.main)
-                found.append(Claim(*titles, metric, difference, after=printed))
+                found.append(Claim(*titles, metric, difference, setting.text, after=printed))
     ablated = set(ABLATIONS) & set(results.labels(setting)) or results.main != MAIN
     words = "Ablations and variants" if ablated else f"Variants of {results.title(results.main)}"
     return f"{words} ({setting.text})", found
@@ -173,7 +174,7 @@ def _routing(results: Results, comparisons: Comparisons, setting: Setting) -> Gr
                 gap = None
                 if metric == "score" and printed[0] and printed[1]:
                     gap = paper.Printed(printed[0].value - printed[1].value, printed[0].where)
-                found.append(Claim("top1", mode, metric, difference, after=_printed(gap, setting)))
+                found.append(Claim("top1", mode, metric, difference, setting.text, after=_printed(gap, setting)))
     return f"One expert against several, same FedWeave models ({setting.text})", found
 
 
@@ -194,7 +195,7 @@ def _trend(results: Results, comparisons: Comparisons, backbone: str) -> Group:
                 printed = paper.OVER_FEDLEASE.get((setting.get("alpha"), metric)) if rival == "fedlease" else None
                 after = f" Paper, {paper.LLAMA}: {signed(printed.value)}." if printed else ""
                 titles = results.title(results.main), results.title(rival)
-                found.append(Claim(*titles, metric, difference, setting.text, after))
+                found.append(Claim(*titles, metric, difference, setting.text, setting.text, after))
     return f"{results.title(results.main)} against {results.title(rival)} in every setting", found
 
 

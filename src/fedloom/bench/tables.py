@@ -209,20 +209,22 @@ def capacity_notes(results: Results, settings: Sequence[Setting], labels: Sequen
             if (count := cell.get("experts")) is not None and (rank := cell.get("rank")) is not None:
                 sizes.setdefault(cell.seed, set()).add(count * rank)
         if any(len(found) > 1 for found in sizes.values()):
-            return [
-                "Models of one seed differ in experts × rank, which methods choose by themselves: in capacity, too."
-            ]
+            return ["Models of one seed differ in experts × rank, and so in capacity: methods choose how many experts."]
     return []
 
 
+def routings(results: Results, setting: Setting, label: str, *, personal: bool = False) -> list[str]:
+    """Return how a label's global model, or its clients' models, chose among experts; nothing where there is one."""
+    cells = [c for c in results.of(setting, label) if (c.get("experts") or 1) > 1 and not results.is_native(label)]
+    used = (c.get("personalised", "routing") if personal else c.mode for c in cells)
+    return list(dict.fromkeys(str(mode) for mode in used if mode))
+
+
 def routing_words(results: Results, setting: Setting, label: str, *, personal: bool = False) -> str:
-    """Return how a label's global model, or its clients' models, chose among experts where there are several."""
-    cells = [cell for cell in results.of(setting, label) if personal or cell.mode]
+    """Return a table's words for ``routings``."""
     if results.is_native(label):
         return "the backbone's own, of every token"
-    used = {c.seed: c.get("personalised", "routing") if personal else c.mode for c in cells}
-    modes = dict.fromkeys(str(used[c.seed]) for c in cells if (c.get("experts") or 1) > 1 and used[c.seed])
-    return listed(list(modes)) if modes else "none, one adapter"
+    return listed(routings(results, setting, label, personal=personal)) or "none, one adapter"
 
 
 def beside(printed: paper.Printed | None, setting: Setting, show: Callable[[float], str] = number) -> Entry:
