@@ -319,7 +319,7 @@ def status(
     done = "no round is finished" if found.round is None else f"round {found.round} of {found.rounds_wanted}"
     state = "finished" if found.finished else f"last written {found.updated or 'never'}"
     console.print(harmless(f"{found.method} · {done} · {state}"))
-    if words := privacy_words(found.rounds):
+    if words := privacy_words(found.rounds, noise=True):
         console.print(harmless(words))
     if found.waiting_for:
         console.print(harmless(f"waiting for {', '.join(found.waiting_for)}"))

@@ -43,6 +43,7 @@ from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.flower import FlowerTransport, Patience
 from fedloom.runtime.flower_messages import require_flower
+from fedloom.runtime.flower_pull import bound_pulls
 from fedloom.runtime.leaving import leaving_of
 from fedloom.runtime.loop import federate
 from fedloom.runtime.site import Terms
@@ -119,7 +120,9 @@ def server_app() -> Any:
     def main(grid: Grid, context: Context) -> None:
         if not (place := os.environ.get(SERVER_CONFIG)):
             raise ConfigError(f"the environment variable {SERVER_CONFIG} does not name the server's configuration")
-        serve(load_server(Path(place)), grid, LogObserver())
+        config = load_server(Path(place))
+        bound_pulls(config.sites.deadline)
+        serve(config, grid, LogObserver())
 
     return app
 

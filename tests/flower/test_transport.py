@@ -23,6 +23,7 @@ from fedloom.runtime import flower_messages, flower_site
 from fedloom.runtime.flower import Patience
 from fedloom.runtime.flower_messages import pack, unpack
 from fedloom.runtime.memory import ClientMemory
+from fedloom.types import State
 from small_world import SECRET, TRAINING, client_rows, save_backbone, tree, world_of
 
 
@@ -39,7 +40,7 @@ def test_the_model_is_bitwise_the_simulators(name: str, backbone_folder: Path, t
     sites.run(method, transport=transport, observer=notes)
     assert results(sites) == results(simulated)
     for client in client_rows():
-        kept = tree(tmp_path / "sites" / client / "memory")
+        kept = tree(tmp_path / "sites" / client / "memory" / ("0" * 16))
         assert len(kept) <= 3
         newest = {Path(n).name: c for n, c in kept.items()}
         for version, content in tree(simulated.out / "checkpoints" / "memory").items():
@@ -116,22 +117,22 @@ def test_too_few_sites_end_the_wait_with_both_numbers(backbone_folder: Path, tmp
 
 
 def test_a_silent_site_costs_its_deadline_once_and_may_come_back(backbone_folder: Path, tmp_path: Path) -> None:
+    """Its node comes anew after round 2; ``test_patience`` has the clock in its hand."""
     method = METHODS["fedit"]()
     world = world_of(method, tmp_path / "run")
     nodes = write_sites(tmp_path / "sites", backbone_folder)
-    rounds: list[int] = []
-
-    def silent_in_rounds_1_and_2(asked: Message, reply: Message) -> Message | None:
-        if asked.metadata.message_type == "train.order":
-            rounds.append(1)
-            return reply if len(rounds) > 2 else None
-        return reply
-
-    nodes[0].spoil = silent_in_rounds_1_and_2
+    nodes[0].spoil = lambda asked, reply: None if asked.metadata.message_type == "train.order" else reply
     patience = Patience(expected=4, minimum=2, wait=0.0, deadline=3.0)
     transport, notes = transport_of(world, nodes, terms_of("fedit", backbone_folder), patience)
     transport.gather()
-    world.run(method, transport=transport, rounds=4, observer=notes)
+
+    def restart_after_2(state: State, memories: dict[str, str]) -> None:
+        if state.round == 2:
+            nodes[0].spoil = lambda asked, reply: reply
+            nodes[0].last_activated_at = "tomorrow"
+            transport.gather()
+
+    world.run(method, transport=transport, rounds=4, observer=notes, evaluate=restart_after_2)
     log = world.log.read()
     assert [record.get("absent", []) for record in log] == [[], ["ann"], ["ann"], [], []]
     assert log[1]["seconds"] >= 3.0
@@ -213,7 +214,7 @@ def test_a_site_bounds_the_time_of_a_message_and_the_runs_it_keeps(backbone_fold
     run("1" * 16)
     with pytest.raises(RoundError, match=r"as many runs as it may \(max_runs: 1\)"):
         run("2" * 16)
-    assert [path.name for path in (tmp_path / "patient" / "ann" / "memory").iterdir()] == ["1" * 16]
+    assert not (tmp_path / "patient" / "ann" / "memory" / ("2" * 16)).exists()
 
 
 def test_what_a_site_refuses_is_one_line_of_its_log(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -17,6 +17,13 @@ from fedloom.numerics.tree import add, subtract
 from fedloom.types import AdapterSpec, Client, Memory, Order, Replies, Reply, Setup, State, Tensors, View, component
 
 Schema = dict[str, tuple[int, ...]]
+
+
+class Effort(NamedTuple):
+    """Optimiser steps in all, and the summed rank of adapters, or the batch, beyond what the order itself says."""
+
+    steps: int
+    width: int = 0
 
 
 class MethodOptions(BaseModel):
@@ -163,6 +170,10 @@ class Method:
     def local_steps(self, order: Order) -> int:
         """Return how many optimiser steps an order asks for, at most, for any tensor of the reply."""
         return order.training.steps
+
+    def effort(self, order: Order, size: int) -> Effort:
+        """Return what an order makes a client of ``size`` examples do, at most; a site holds it against its limits."""
+        return Effort(self.local_steps(order))
 
     def origin(self, order: Order, name: str) -> torch.Tensor | None:
         """Return what tensor ``name`` of a reply started from, if the reply holds it whole; None if it is an update."""

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from fedloom.methods.base import Method, Schema
+from fedloom.methods.base import Effort, Method, Schema
 from fedloom.methods.prototypes import ExpertOptions, align_buckets, check_counts, start_of, warm_up, warmed_up
 from fedloom.numerics.aggregate import weighted_mean_by_component
 from fedloom.numerics.init import router_init
@@ -147,6 +147,9 @@ class FedLEASE(Method):
             return self.options.warmup_steps
         own = self.options.init == "own" and order.round == 1
         return order.training.steps + (2 * self.options.warmup_steps if own else 0)
+
+    def effort(self, order: Order, size: int) -> Effort:
+        return Effort(self.local_steps(order), self.options.warmup_batch if order.kind == "probe" else 0)
 
     def origin(self, order: Order, name: str) -> torch.Tensor | None:
         return start_of(order, name) if order.kind == "probe" else None

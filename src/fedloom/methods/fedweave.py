@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from fedloom.methods.base import Method, Schema
+from fedloom.methods.base import Effort, Method, Schema
 from fedloom.methods.prototypes import (
     DiscoveryOptions,
     ExpertOptions,
@@ -146,6 +146,12 @@ class FedWeave(Method):
 
     def local_steps(self, order: Order) -> int:
         return self.options.warmup_steps if order.kind == "probe" else order.training.steps
+
+    def effort(self, order: Order, size: int) -> Effort:
+        if order.kind != "probe":
+            return super().effort(order, size)
+        opt, buckets = self.options, min(self.options.max_buckets, size)
+        return Effort(buckets * opt.warmup_steps, max(buckets * order.spec.rank, opt.warmup_batch))
 
     def origin(self, order: Order, name: str) -> torch.Tensor | None:
         return start_of(order, name) if order.kind == "probe" else None

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
+from fedloom.methods.base import Effort
 from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
 from fedloom.numerics.init import BIAS, DELTA, GATE, no_difference
 from fedloom.numerics.tree import place, take
@@ -74,6 +75,10 @@ class PFLMoE(FedAvgMoE):
         client.fit([rows] * steps, training, purpose=f"own {names[0]}", trainable=lambda name: name in names)
         found = client.read()
         return {name: found[name] for name in names}
+
+    def effort(self, order: Order, size: int) -> Effort:
+        own = self.options.head_epochs + self.options.gate_epochs if order.round > self.options.after else 0
+        return Effort(self.local_steps(order) + own * math.ceil(size / order.training.batch_size))
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with both heads; a client that never trained its own has the global one."""

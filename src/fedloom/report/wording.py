@@ -79,8 +79,13 @@ def spans(rounds: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in found)
 
 
-def privacy_words(records: Iterable[Mapping[str, Any]]) -> str:
-    """Say what the rounds have cost in privacy, and how much noise the last one took; empty without privacy."""
+def privacy_words(records: Iterable[Mapping[str, Any]], *, noise: bool = False) -> str:
+    """Say what the rounds have cost in privacy; empty without privacy.
+
+    Args:
+        records: the lines of a log.
+        noise: say, too, how much longer than the update it was in the last round, which tells of the update.
+    """
     found = [(record["round"], record["privacy"]) for record in records if record.get("privacy")]
     if not found:
         return ""
@@ -88,7 +93,7 @@ def privacy_words(records: Iterable[Mapping[str, Any]]) -> str:
     if last["epsilon"] is None:
         return f"no noise: ε is infinite at δ = {last['delta']:g}"
     words = f"ε = {last['epsilon']:.3g} at δ = {last['delta']:g} is spent"
-    if (factor := last.get("noise_to_signal")) is not None:
+    if noise and (factor := last.get("noise_to_signal")) is not None:
         words += f"; in round {round} the noise was {factor:.3g} times as long as the clients' mean update"
     return words
 

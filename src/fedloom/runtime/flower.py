@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedloom.errors import ConfigError, RoundError, UpdateRejected
 from fedloom.files import write_json
 from fedloom.methods.base import Method
 from fedloom.runtime.events import Observer
 from fedloom.runtime.flower_messages import HELLO, ORDER, SECURE, pack, unpack
+from fedloom.runtime.flower_pull import Pull
 from fedloom.runtime.loop import MAX_REASON, Receipt
 from fedloom.runtime.memory import check_client_name
 from fedloom.runtime.quarantine import printable
@@ -67,20 +68,19 @@ class Card:
     hello: dict[str, Plain]
 
 
-class Unreadable:
-    """Stands for a reply that is no message; ``unpack`` refuses it."""
+class Owed(NamedTuple):
+    """An answer that did not come in time; after ``until`` (monotonic seconds) it counts as lost."""
 
-    content = None
-
-    def has_error(self) -> bool:
-        return False
+    client: str
+    until: float
 
 
 class FlowerTransport:
     """A ``Transport`` over Flower's ``Grid``.
 
-    A site that missed a deadline is asked again but not waited for, until it answers or its node comes anew: it costs
-    its deadline once.
+    A site that missed a deadline, or broke down, is not waited for until it answers or its node comes anew: it costs
+    its deadline once. It gets no new order while it owes an answer to an old one, for two deadlines at most; an answer
+    that comes late is thrown away.
 
     Args:
         grid: Flower's grid, of a running ServerApp.
@@ -116,10 +116,12 @@ class FlowerTransport:
         self.refused: dict[str, str] = {}
         self.cards: dict[str, Card] = {}
         self.silent: set[str] = set()
+        self.owed: dict[str, Owed] = {}  # by the id of an order that had no answer in time
         self.probed: set[str] = set()  # since their nodes came
         self.offered: set[str] = set()
         self._greeted: dict[tuple[int, str], str] = {}  # node and when it came → id of the hello it was sent
         self._hellos: dict[str, Any] = {}  # id of an unanswered hello → node
+        self._pulls: dict[str, Pull] = {}
 
     def gather(self, clients: Iterable[str] | None = None) -> list[str]:
         """Wait for sites: for ``patience.expected``, or for all of ``clients``; after ``wait`` be content with fewer.
@@ -198,17 +200,22 @@ class FlowerTransport:
             left_over.unlink()
         nodes = self._enough(set(payloads), least)
         start = time.monotonic()
+        unasked = sorted(payloads.keys() & nodes.keys())
         pending: dict[str, str] = {}
-        for client in sorted(payloads.keys() & nodes.keys()):
-            terms = self.terms.model_copy(update={"memory": round_of(memories.get(client, ""))})
-            content = pack({"terms": terms.model_dump()}, payloads[client])
-            if (message_id := self._push(content, nodes[client], kind)) is not None:
-                pending[message_id] = client
         receipts: list[Receipt] = []
-        while pending:
+        while True:
+            self._sift()
+            owing = {owed.client for owed in self.owed.values()}
+            for client in [c for c in unasked if c not in owing]:
+                unasked.remove(client)
+                terms = self.terms.model_copy(update={"memory": round_of(memories.get(client, ""))})
+                content = pack({"terms": terms.model_dump()}, payloads[client])
+                if (message_id := self._push(content, nodes[client], kind)) is not None:
+                    pending[message_id] = client
             for message_id, client in list(pending.items()):
                 for message in self._pull(message_id):
                     del pending[message_id]
+                    self._answered(client, message)
                     self._seen(client, set(pending.values()) - self.silent)
                     receipt = self._receive(message, client, round, len(payloads[client]), time.monotonic() - start)
                     if receipt is not None:
@@ -216,15 +223,30 @@ class FlowerTransport:
                         observer.client(client, len(receipts) - 1, len(payloads))
             waited_for = set(pending.values()) - self.silent
             enough = not waited_for and len(receipts) >= least
-            if not pending or enough or time.monotonic() - start > self.patience.deadline:
+            if not (pending or unasked) or enough or time.monotonic() - start > self.patience.deadline:
                 break
             self.present()  # whoever comes back takes part in the next round
             time.sleep(POLL_SECONDS)
         for client in sorted(set(pending.values()) - self.silent):
             observer.say(f"Round {round}: {client} did not answer in {self.patience.deadline:g} s.")
-        self.silent -= {receipt.client for receipt in receipts}
         self.silent |= set(pending.values())
+        until = start + 2 * self.patience.deadline
+        self.owed |= {message_id: Owed(client, until) for message_id, client in pending.items()}
         return sorted(receipts, key=lambda receipt: receipt.client)
+
+    def _sift(self) -> None:
+        """Throw late answers away, and forget what is lost; whoever owes nothing more is asked again."""
+        for message_id, owed in list(self.owed.items()):
+            for message in self._pull(message_id):
+                self._answered(owed.client, message)
+                del self.owed[message_id]
+            if time.monotonic() > owed.until:
+                self.owed.pop(message_id, None)
+                self._pulls.pop(message_id, None)
+
+    def _answered(self, client: str, message: Any) -> None:
+        """Wait for a client from now on, or no longer if it had no more than an error to tell."""
+        (self.silent.add if message.has_error() else self.silent.discard)(client)
 
     def committed(self, memory_versions: set[str]) -> None:
         """Sites keep their memories themselves, and a server that starts anew names the version it wants."""
@@ -257,14 +279,14 @@ class FlowerTransport:
         return message_id or None
 
     def _pull(self, message_id: str) -> list[Any]:
-        """Return the reply to a message, if it is there. Flower unpacks it, and stumbles over what is no message."""
-        from google.protobuf.message import DecodeError
-
-        try:
-            return list(self.grid.pull_messages([message_id]))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError) as error:
-            logger.error("fedloom: a reply cannot be unpacked: %s", type(error).__name__)
-            return [Unreadable()]
+        """Return the reply to a message, if it is there as a whole; a site that is slow to send it holds up nobody."""
+        if message_id not in self._pulls:
+            self._pulls[message_id] = Pull(self.grid, message_id)
+        found = self._pulls[message_id].found()
+        if found is None:
+            return []
+        del self._pulls[message_id]
+        return found
 
     def _greet(self, node: Any) -> None:
         """Ask a node who it is, once each time it comes."""
@@ -309,7 +331,8 @@ class FlowerTransport:
         other = self.cards.get(name)
         if other is not None and other.node != node.node_id and other.node in set(self.grid.get_node_ids()):
             raise UpdateRejected(f"another node that is online is {name!r} already")
-        self.silent.discard(name)  # whoever comes back is waited for again
+        self.silent.discard(name)  # whoever comes back is waited for again, and owes nothing
+        self.owed = {message_id: owed for message_id, owed in self.owed.items() if owed.client != name}
         self.probed.discard(name)
         known: dict[str, Plain] = {word: hello[word] for word in HELLO_WORDS} | counted(hello, HELLO_COUNTS)
         if isinstance(rows := hello.get("rows"), dict):

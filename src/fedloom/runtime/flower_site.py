@@ -19,6 +19,7 @@ from fedloom.runtime.flower_messages import pack, require_flower, unpack
 from fedloom.runtime.loop import MAX_REASON
 from fedloom.runtime.quarantine import printable
 from fedloom.runtime.site import Site, Terms, load_site
+from fedloom.runtime.turns import in_turn
 from fedloom.types import Plain
 
 logger = logging.getLogger("flwr")
@@ -63,7 +64,7 @@ def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site
     try:
         site = _site(str(node_config.get("config", "")))
         limits = site.config.limits
-        with _at_most(limits.max_seconds):
+        with _at_most(limits.max_seconds), in_turn(Path(site.config.folder)):
             about, payload = unpack(content, limits.max_order_bytes)
             return what(site, _terms(about), payload)
     except (SiteRefusal, UpdateRejected) as refusal:

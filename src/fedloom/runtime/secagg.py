@@ -57,6 +57,10 @@ def keystream(key: bytes, count: int) -> Vector:
     return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<i8").astype(np.int64, copy=False)
 
 
+#: Clients of one sum: each shares a mask with every other.
+MOST_CLIENTS = 1000
+
+
 def pair_mask(private_key: bytes, public_key: bytes, count: int) -> Vector:
     """Return the mask that two clients share; each computes it from its own private key and the other's public one."""
     return keystream(base64.urlsafe_b64decode(_agree(private_key, public_key)), count)
@@ -124,6 +128,13 @@ class SecureClient:
 
         self._enter("shares", round)
         names = sorted(keys)
+        if len(names) > MOST_CLIENTS:
+            raise SiteRefusal(f"{len(names)} sites in one sum; {MOST_CLIENTS} are the most")
+        for name in names:
+            if not isinstance(keys[name], Mapping) or set(keys[name]) != {"cipher", "mask"}:
+                raise SiteRefusal(f"the keys of {name!r} have not the form of keys")
+            for key in keys[name].values():
+                check_public(raw(key))
         if self.name not in keys or keys[self.name]["mask"] != self.state["mask"]["public"]:
             raise SiteRefusal("the list of keys lacks this site's own")
         if len(names) < 3 or not len(names) / 2 < threshold <= len(names):

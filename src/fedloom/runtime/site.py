@@ -30,6 +30,9 @@ from fedloom.version import __version__
 #: A server that starts again goes on from one of its two checkpoints, which name memories of earlier rounds.
 KEEP_VERSIONS = 3
 
+#: So that the name of a memory has a length.
+MOST_ROUNDS = 10**9
+
 _SPEC, _TRAINING = TypeAdapter(AdapterSpec), TypeAdapter(Training)
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -101,7 +104,7 @@ class Terms(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     backbone: Digest
     tokenizer: Digest
-    memory: int | None = Field(None, ge=0, le=10**9)
+    memory: int | None = Field(None, ge=0, le=MOST_ROUNDS)
     wire: Wire = "none"
     feedback: bool = False
     privacy: PrivacyConfig | None = None
@@ -221,8 +224,10 @@ class Site:
         self._forget_secrets(terms.run)
         self.check(terms)
         method, order = terms.build_method(), self._read(payload)
-        if (steps := method.local_steps(order)) > self.config.limits.max_steps:
+        steps, width = method.effort(order, len(self.rows))
+        if steps > self.config.limits.max_steps:
             raise SiteRefusal(f"its method asks for {steps} steps; this site's limit is {self.config.limits.max_steps}")
+        self._check_width(width)
         if self.config.limits.only_sums and order.kind == "fit":
             raise SiteRefusal("this site's updates leave in secure sums only (limits.only_sums)")
         # A probe's steps and buckets are the server's choice, and so is its noise: it may be a whole update.
@@ -261,6 +266,8 @@ class Site:
             return work_for_sum(method, self._client(order, terms), order, plan, terms.leaving())
 
         encoded, kept = answer(secrets, payload, work)
+        if secrets.state.get("stage") == "keys":
+            self._forget_secrets("*")  # of whatever run: a new round has begun
         if "round" in secrets.state and len(secrets.state) > 2:
             write_private(place, json.dumps(secrets.state).encode())
         else:  # nothing secret is left
@@ -270,11 +277,13 @@ class Site:
 
     def _forget_secrets(self, run: str) -> None:
         """Delete what is left of a secure round that ended early, of one run or of all (``*``)."""
-        for place in Path(self.config.folder).glob(f"{run}.secrets.json"):
-            place.unlink(missing_ok=True)
+        folder = Path(self.config.folder)
+        for pattern in (f"{run}.secrets.json", f".{run}.secrets.json.*"):  # the second is left where writing was killed
+            for place in folder.glob(pattern):
+                place.unlink(missing_ok=True)
 
     def _client(self, order: Order, terms: Terms) -> LocalClient:
-        memory = self._memories(terms)
+        memory = MemoryFolder(Path(self.config.folder) / terms.run)
         return LocalClient(
             name=self.config.client,
             rows=self.rows,
@@ -285,19 +294,18 @@ class Site:
         )
 
     def _keep(self, terms: Terms, round: int, kept: ClientMemory | None) -> None:
-        if kept is not None:
-            memory = self._memories(terms)
-            memory.write(self.config.client, round, kept)
-            self._forget(memory, round, terms.memory)
-
-    def _memories(self, terms: Terms) -> MemoryFolder:
+        if kept is None:
+            return
         folder, most = Path(self.config.folder), self.config.limits.max_runs
-        if not (folder / terms.run).is_dir() and sum(path.is_dir() for path in folder.glob("*")) >= most:
+        known = [path.name for path in folder.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name)]
+        if terms.run not in known and len(known) >= most:
             raise SiteRefusal(
                 f"{self.config.client} keeps the memories of as many runs as it may (max_runs: {most}); whoever looks "
                 "after the site can delete those of runs that are over"
             )
-        return MemoryFolder(folder / terms.run)
+        memory = MemoryFolder(folder / terms.run)
+        memory.write(self.config.client, round, kept)
+        self._forget(memory, round, terms.memory)
 
     def _read(self, payload: bytes) -> Order:
         limits = self.config.limits
@@ -307,7 +315,7 @@ class Site:
             raise SiteRefusal(f"the order cannot be understood: {type(error).__name__}") from error
         if order.client != self.config.client:
             raise SiteRefusal(f"the order is for {order.client!r}; this site is {self.config.client!r}")
-        if order.kind not in ("probe", "fit") or type(order.round) is not int or order.round < 0:
+        if order.kind not in ("probe", "fit") or type(order.round) is not int or not 0 <= order.round <= MOST_ROUNDS:
             raise SiteRefusal(f"the order's kind {order.kind!r} or round {order.round!r} is unknown")
         check_form(order)
         if order.training.steps > limits.max_steps:
@@ -316,9 +324,12 @@ class Site:
             )
         spec = order.spec
         widths = spec.experts * spec.rank, spec.routers * spec.router_hidden, len(spec.slots), order.training.batch_size
-        if max(widths) > limits.max_width:
-            raise SiteRefusal(f"the order is {max(widths)} wide; this site's limit (max_width) is {limits.max_width}")
+        self._check_width(max(widths))
         return order
+
+    def _check_width(self, width: int) -> None:
+        if width > (most := self.config.limits.max_width):
+            raise SiteRefusal(f"the order is {width} wide; this site's limit (max_width) is {most}")
 
     def _bench_for(self, spec: AdapterSpec) -> Workbench:
         if self._bench is None:
@@ -335,14 +346,14 @@ class Site:
         return folder.read(version)
 
     def _forget(self, folder: MemoryFolder, round: int, named: int | None) -> None:
-        """Delete memories that no checkpoint of a server at ``round`` names; later ones will be written anew.
+        """Delete all but the memories that a checkpoint of a server at ``round`` can name: later ones are written anew.
 
         A server that has had no answer in time for some rounds still goes on from the memory that it ``named``.
         """
         names = [path.name for path in folder.folder.iterdir()]
         past = sorted((of, name) for name in names if (of := round_of(name)) is not None and of <= round)
         known = [name for of, name in past if named is not None and of <= named][-(KEEP_VERSIONS - 1) :]
-        folder.forget_all_but(set(names) - {name for _, name in past[:-KEEP_VERSIONS]} | set(known))
+        folder.forget_all_but({name for _, name in past[-KEEP_VERSIONS:]} | set(known))
 
 
 def version_of(client: str, round: int) -> str:
