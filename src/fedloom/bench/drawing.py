@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 
 from fedloom.bench.results import MAIN
 from fedloom.report.figures import STYLE
@@ -91,13 +92,20 @@ def end_labels(figure: Figure, axes: Axes, ends: Mapping[str, tuple[float, float
     axes.set_ylim(low, high)
 
 
-def point_labels(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]], size: float = 9) -> None:
-    """Write a name beside each point, where it hides the least: other names, points, the end of the axes.
+def point_labels(
+    figure: Figure,
+    axes: Axes,
+    points: Sequence[tuple[float, float, str, str]],
+    bars: Sequence[tuple[float, float, float, float]] = (),
+    size: float = 9,
+) -> None:
+    """Write a name beside each point, where it hides the least: other names, points, bars, the end of the axes.
 
     Args:
         figure: the figure, to lay out.
         axes: where the points are.
         points: (x, y, name, colour).
+        bars: (x, y) of the two ends of each error bar, level or upright.
         size: of the letters, in points.
     """
     figure.draw_without_rendering()
@@ -105,17 +113,19 @@ def point_labels(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
     dots = [axes.transData.transform((x, y)) for x, y, _, _ in points]
     middle = sum(y for _, y in dots) / max(1, len(dots))
     taken: list[Any] = []
+    strokes = [Bbox(axes.transData.transform([(x0, y0), (x1, y1)])).padded(1) for x0, y0, x1, y1 in bars]
 
     def hidden(text: Text) -> float:
         box = text.get_window_extent()
         out = not (inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1)
-        return 2 * out + 2 * sum(box.overlaps(other) for other in taken) + sum(box.contains(x, y) for x, y in dots)
+        covered = sum(box.contains(x, y) for x, y in dots) + sum(box.overlaps(stroke) for stroke in strokes)
+        return 4 * out + 4 * sum(box.overlaps(other) for other in taken) + covered
 
     for (x, y, name, colour), (_, height) in zip(points, dots, strict=True):
         text = axes.annotate(name, (x, y), (7, 9), textcoords="offset points", va="center", color=colour, fontsize=size)
         text.set_path_effects([withStroke(linewidth=3, foreground="white")])
         first = 1 if height >= middle else -1  # off its own line: upper points are named above, lower ones below
-        places = [(across, first * up) for up in (9, -9, 21, -21) for across in (7, -7)]
+        places = [(across, first * up) for up in (9, -9, 21, -21, 36, -36) for across in (7, -7)]
 
         def place(at: tuple[int, int], text: Annotation = text) -> float:
             text.xyann = at

@@ -78,7 +78,7 @@ def loss_bars(results: Results, setting: Setting) -> Picture | None:
         bars.set_yticks(range(len(labels)), [caption(results, setting, x, stats[x].n) for x in labels])
         bars.invert_yaxis()  # shared: the first method on top
         bars.set_xlabel("macro loss, from 0")
-        dots.set_xlabel("the same, magnified: mean ± sd, ○ single seeds")
+        dots.set_xlabel("magnified: mean ± sd, ○ single seeds")
         dots.margins(x=0.08)
         for axes in (bars, dots):
             axes.grid(axis="y", visible=False)
@@ -171,7 +171,8 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
             end_labels(figure, axes, {said[k]: (*v, hue[k]) for k, v in ends.items()})
 
     drawn = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
-    title = f"Macro {' and '.join(lines)} over {AXES[axis]}, band: ± one sd ({main.backbone})"
+    banded = any(band([s for _, s in points]) is not None for found in lines.values() for points in found.values())
+    title = f"Macro {' and '.join(lines)} over {AXES[axis]}{', band: ± one sd' * banded} ({main.backbone})"
     inches = (7.5, 0.4 + len(lines) * max(2.7, 0.24 * max(map(len, lines.values()))))
     return picture_of(f"fig3_{axis}", title, f"Lines of {', '.join(drawn)}.", inches, draw)
 
@@ -209,16 +210,19 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
+        bars = []
         for label, found in points.items():
             xs, ys = [t.mean or 0.0 for t, _ in found.values()], [q.mean or 0.0 for _, q in found.values()]
             axes.plot(xs, ys, color=hue[label], linewidth=1, alpha=0.5)
             for (seconds, quality), x, y in zip(found.values(), xs, ys, strict=True):
                 axes.errorbar(x, y, xerr=seconds.sd, yerr=quality.sd, color=hue[label], capsize=3, linewidth=1.2)
                 axes.plot(x, y, "o", color=hue[label], markersize=8 if label == results.main else 6)
+                across, up = seconds.sd or 0.0, quality.sd or 0.0
+                bars += [(x - across, y, x + across, y), (x, y - up, x, y + up)]
         axes.margins(0.16)
         named = [(x.mean or 0.0, y.mean or 0.0, f"{visible(results.title(label))} {mode} (n = {y.n})", hue[label])
                  for label, found in points.items() for mode, (x, y) in found.items()]  # fmt: skip
-        point_labels(figure, axes, named)
+        point_labels(figure, axes, named, bars)
         axes.set_xlabel(f"{what}, seconds per 100 test examples")
         axes.set_ylabel(f"macro {metric}")
 
