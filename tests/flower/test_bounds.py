@@ -124,12 +124,14 @@ def test_the_keys_of_a_sum_are_counted_and_looked_at_before_any_work() -> None:
         shares({"bob": other | {"mask": "AAAA"}, "cyd": other})
 
 
-def test_secrets_of_one_run_are_kept_and_what_a_kill_leaves_of_them_is_not(ann: Site, backbone_folder: Path) -> None:
-    folder = Path(ann.config.folder)
-    for number in range(5):
-        ann.secure(frame({"stage": "keys", "round": 1}), terms_of("fedit", backbone_folder, run=f"{number:016x}"))
-    assert [path.name for path in folder.glob("*.secrets.json")] == [f"{4:016x}.secrets.json"]
-    torn = folder / f".{4:016x}.secrets.json.abc"  # as a kill between writing and renaming leaves it
+def test_secrets_of_few_runs_are_kept_and_what_a_kill_leaves_of_them_is_not(ann: Site, backbone_folder: Path) -> None:
+    ann.config = ann.config.model_copy(update={"limits": ann.config.limits.model_copy(update={"max_runs": 2})})
+    folder, begin = Path(ann.config.folder), frame({"stage": "keys", "round": 1})
+    for number in (0, 1, 0, 1):
+        ann.secure(begin, terms_of("fedit", backbone_folder, run=f"{number:016x}"))
+    with pytest.raises(SiteRefusal, match=r"secure rounds of 2 runs already \(max_runs\)"):
+        ann.secure(begin, terms_of("fedit", backbone_folder, run=f"{2:016x}"))
+    torn = folder / f".{1:016x}.secrets.json.abc"  # as a kill between writing and renaming leaves it
     torn.write_text("PRIVATE KEY")
     ann.hello(terms_of("fedit", backbone_folder))
     assert not list(folder.glob("*secrets*"))

@@ -254,6 +254,8 @@ class Site:
         if not method.summed:
             raise SiteRefusal(f"{method.title} cannot be summed: {method.singles}")
         place = Path(self.config.folder) / f"{terms.run}.secrets.json"
+        if len({*place.parent.glob("*.secrets.json"), place}) > (most := self.config.limits.max_runs):
+            raise SiteRefusal(f"it is in secure rounds of {most} runs already (max_runs)")
         secrets = SecureClient(self.config.client, json.loads(place.read_bytes()) if place.is_file() else None)
         round = 0
 
@@ -266,8 +268,6 @@ class Site:
             return work_for_sum(method, self._client(order, terms), order, plan, terms.leaving())
 
         encoded, kept = answer(secrets, payload, work)
-        if secrets.state.get("stage") == "keys":
-            self._forget_secrets("*")  # of whatever run: a new round has begun
         if "round" in secrets.state and len(secrets.state) > 2:
             write_private(place, json.dumps(secrets.state).encode())
         else:  # nothing secret is left
