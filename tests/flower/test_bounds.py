@@ -62,7 +62,7 @@ def test_messages_are_answered_one_at_a_time_and_few_wait(tmp_path: Path) -> Non
 
     def answer() -> str:
         nonlocal at_work, most
-        with in_turn(tmp_path):
+        with in_turn(tmp_path, "work"):
             at_work += 1
             most = max(most, at_work)
             time.sleep(0.3)
@@ -75,6 +75,11 @@ def test_messages_are_answered_one_at_a_time_and_few_wait(tmp_path: Path) -> Non
     refused = [str(error) for error in found if error != "answered"]
     assert refused == ["5 other messages are being answered; try again later"] * 2
     assert answer() == "answered"  # and nothing stays locked
+
+
+def test_a_server_that_starts_again_is_greeted_while_a_site_trains(tmp_path: Path) -> None:
+    with in_turn(tmp_path, "work"), in_turn(tmp_path, "hello"):
+        pass
 
 
 def test_a_mask_hides_one_vector_only_however_many_ask_at_once(
@@ -95,6 +100,7 @@ def test_a_mask_hides_one_vector_only_however_many_ask_at_once(
     monkeypatch.setattr(site_module, "work_for_sum", work)
     monkeypatch.setattr(ann, "_read", lambda body: SimpleNamespace(kind="fit", round=1))
     monkeypatch.setattr(ann, "_client", lambda order, terms: None)
+    monkeypatch.setattr(flower_site, "_config", lambda path: ann.config)
     monkeypatch.setattr(flower_site, "_site", lambda path: ann)
     message = frame({"stage": "mask", "round": 1, "sealed": sealed, "units": [], "clients": 3}, b"order")
 

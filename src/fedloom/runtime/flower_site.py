@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedloom.errors import ConfigError, FedloomError, SiteRefusal, UpdateRejected
-from fedloom.runtime.flower_messages import pack, require_flower, unpack
+from fedloom.runtime.flower_messages import HELLO, pack, require_flower, unpack
 from fedloom.runtime.loop import MAX_REASON
 from fedloom.runtime.quarantine import printable
-from fedloom.runtime.site import Site, Terms, load_site
+from fedloom.runtime.site import Site, SiteConfig, Terms, load_site
 from fedloom.runtime.turns import in_turn
 from fedloom.types import Plain
 
@@ -34,7 +34,9 @@ def client_app() -> Any:
     app = ClientApp()
 
     def answer(message: Message, context: Context, what: Callable[[Site, Terms, bytes], Any]) -> Message:
-        return Message(_answered(message.content, context.node_config, what), reply_to=message)
+        # Hellos have a queue of their own: a server that starts again asks who is there while a site still trains.
+        queue = "hello" if message.metadata.message_type == HELLO else "work"
+        return Message(_answered(message.content, context.node_config, what, queue), reply_to=message)
 
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
@@ -59,14 +61,16 @@ def client_app() -> Any:
     return app
 
 
-def _answered(content: Any, node_config: Mapping[str, Any], what: Callable[[Site, Terms, bytes], Any]) -> Any:
+def _answered(
+    content: Any, node_config: Mapping[str, Any], what: Callable[[Site, Terms, bytes], Any], queue: str = "work"
+) -> Any:
     """Return the content of a reply. An error says only what a site may say; the rest stays in its log."""
     try:
-        site = _site(str(node_config.get("config", "")))
-        limits = site.config.limits
-        with _at_most(limits.max_seconds), in_turn(Path(site.config.folder)):
-            about, payload = unpack(content, limits.max_order_bytes)
-            return what(site, _terms(about), payload)
+        path = str(node_config.get("config", ""))
+        config = _config(path)
+        with _at_most(config.limits.max_seconds), in_turn(Path(config.folder), queue):
+            about, payload = unpack(content, config.limits.max_order_bytes)
+            return what(_site(path), _terms(about), payload)
     except (SiteRefusal, UpdateRejected) as refusal:
         logger.error("fedloom refuses: %s", printable(str(refusal), MAX_REASON))
         return pack({"refused": str(refusal)})
@@ -94,11 +98,15 @@ def _at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@cache
-def _site(path: str) -> Site:
+def _config(path: str) -> SiteConfig:
     if not path:
         raise ConfigError("the node has no configuration: start it with --node-config 'config=\"/path/to/node.yaml\"'")
-    return Site(load_site(Path(path)))
+    return load_site(Path(path))
+
+
+@cache
+def _site(path: str) -> Site:
+    return Site(_config(path))
 
 
 def _terms(about: Mapping[str, Plain]) -> Terms:

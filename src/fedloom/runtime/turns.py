@@ -22,8 +22,8 @@ WAITING = 4
 
 
 @contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
-    """Wait until no other message is answered in ``folder``.
+def in_turn(folder: Path, queue: str) -> Iterator[None]:
+    """Wait until no other message of this queue is answered in ``folder``.
 
     Raises:
         SiteRefusal: ``WAITING`` others wait.
@@ -35,7 +35,7 @@ def in_turn(folder: Path) -> Iterator[None]:
     locks.mkdir(parents=True, exist_ok=True)
     with ExitStack() as open_files:
         for place in range(WAITING + 1):
-            file = open_files.enter_context(open(locks / f"place-{place}", "ab"))
+            file = open_files.enter_context(open(locks / f"{queue}-{place}", "ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -43,5 +43,5 @@ def in_turn(folder: Path) -> Iterator[None]:
                 continue
         else:
             raise SiteRefusal(f"{WAITING + 1} other messages are being answered; try again later")
-        fcntl.flock(open_files.enter_context(open(locks / "turn", "ab")), fcntl.LOCK_EX)
+        fcntl.flock(open_files.enter_context(open(locks / queue, "ab")), fcntl.LOCK_EX)
         yield
