@@ -89,6 +89,36 @@ def test_off_computes_what_the_backbone_computed(family: str, spec: AdapterSpec)
     assert same(found.read(), tensors)
 
 
+@BOTH
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", ["switch_transformers", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2"])
+def test_what_is_trained_is_float32_whatever_the_backbone_is(family: str, kind: torch.dtype, spec: AdapterSpec) -> None:
+    """At rate 0 nothing moves, so nothing is sent; at 1e-4, far below bfloat16's grid at 1, AdamW's step is whole."""
+    more: dict[str, Any] = {} if family == "switch_transformers" else {"max_position_embeddings": 512}
+    model = make_native(family, vocab_size=258, **more).to(kind)
+    if family != "switch_transformers":
+        model.set_experts_implementation("eager")  # kernels for half precision want widths that are multiples of 8
+    bench = Workbench(Backbone("small", model, byte_tokenizer(), parameter_hash(model)), spec, None)
+    found = bench.grafted
+    assert all(slot.value.dtype == torch.float32 for slot in found.parameters_by_name().values())
+    initial = found.read()
+    moved = random_tensors(initial, scale=1e-3)  # as a merge leaves them: between the points of the coarse grid
+    received = {name: tensor + moved[name] for name, tensor in initial.items()}
+    client = LocalClient("ann", rows(client_rows()["ann"]), bench, ClientMemory(), 42, 0)
+    for rate in (0.0, 1e-4):
+        client.load(received, spec)
+        report = client.fit([range(8)], Training(batch_size=4, lr=rate, router_lr=rate))
+        assert 0 < report.loss < 20
+        sent = {name: tensor - received[name] for name, tensor in client.read().items()}
+        routed = [t for name, t in sent.items() if name.startswith("router/")]
+        if rate == 0:
+            assert not any(t.any() for t in sent.values())
+        else:
+            assert all(t.abs().max() == pytest.approx(rate, rel=0.02) for t in routed)
+    with found.routing(None):
+        assert same(found.read(), initial)
+
+
 @EVERY
 def test_lora_also_trains_the_routers_and_nothing_else(family: str) -> None:
     found = NativeGraft(make_native(family), LORA)

@@ -27,6 +27,10 @@ class NativeGraft:
     A specification that names experts in ``kept`` makes it a model of these experts only: the others' tensors are not
     read or loaded, and routers do not choose them. One with ``blend`` has a head of its own beside the model's.
 
+    What is trained is float32, whatever the backbone came in: in half precision small steps round away, and what a
+    client sends would hold the rounding of what it got. So ``full`` makes the whole model float32; under ``lora`` all
+    but factors and routers stays as it came.
+
     Attributes:
         model: the model, trained in place.
         spec: what is trained.
@@ -46,8 +50,11 @@ class NativeGraft:
         if spec.native == "full":
             unwrap(model).requires_grad_(True)
             self.named = find_native(model)
+            unwrap(model).float()
         elif spec.native == "lora":
             self.named = graft_expert_lora(model, spec.rank, spec.alpha, train_routers=True)
+            for layer in self.named.layers:
+                layer.router.float().register_forward_pre_hook(_in_float32)
         else:
             raise AdapterError(f"Native experts are trained 'full' or by 'lora', not {spec.native!r}.")
         for module in unwrap(model).modules():
@@ -165,3 +172,8 @@ class NativeGraft:
                     W.copy_(value)
             self.named = graft_expert_lora(self.model, self.spec.rank, self.spec.alpha, train_routers=True)
             self.load(factors)
+
+
+def _in_float32(router: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let a float32 router read activations of half precision; experts turn its weights into their own type."""
+    return tuple(x.float() for x in inputs)

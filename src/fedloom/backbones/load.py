@@ -146,7 +146,8 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
 
     Args:
         name: ``tiny`` or ``tiny-switch`` (shipped), ``smollm2-135m``, a hub name, a folder, or a ``.gguf`` file.
-        dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU; or ``float32``, ``bfloat16``, ``float16``.
+        dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU; or ``float32``, ``bfloat16``, ``float16``. Parameters
+            of the model's own that are trained become float32 (``adapters.native_graft``).
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:0``.
         cache: where converted GGUF models are kept; default ``cache_dir()``.
 
