@@ -12,6 +12,7 @@ import torch
 from fedloom.config import Config
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
+from fedloom.methods.fedavg_moe import check_tokens
 from fedloom.methods.server import ServerStep
 from fedloom.methods.sums import Privacy, SecureAggregation, Totals
 from fedloom.numerics.tree import norm
@@ -57,6 +58,7 @@ class Federation:
         norm_factor: an update with a norm beyond this many times its round's lower median (of three replies or more),
             or beyond this many times what its optimiser steps can reach, is quarantined.
         max_examples: a reply that counts more is quarantined, since counts are weights.
+        max_length: most tokens of an example: a reply that states more than its examples can have, is quarantined.
         max_reply_bytes: a longer reply is quarantined unread, so that no site can fill the server's memory.
         server: weights, aggregation and optimiser around the method's own merge.
         wire: how replies are compressed.
@@ -69,6 +71,7 @@ class Federation:
     min_replies: int = 1
     norm_factor: float = NORM_FACTOR
     max_examples: int = 10_000_000
+    max_length: int = 512
     max_reply_bytes: int = 2 << 30
     server: ServerStep = field(default_factory=ServerStep)
     wire: Wire = "none"
@@ -86,7 +89,13 @@ def federation_of(config: Config) -> Federation:
     privacy = None if config.privacy is None else config.privacy.ordered()
     secagg = None if config.secagg is None else config.secagg.ordered()
     server = config.server.ordered()
-    return Federation(**config.federation.model_dump(), server=server, privacy=privacy, secagg=secagg)
+    return Federation(
+        **config.federation.model_dump(),
+        max_length=config.data.max_length,
+        server=server,
+        privacy=privacy,
+        secagg=secagg,
+    )
 
 
 @dataclass(frozen=True)
@@ -225,6 +234,7 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     if examples > federation.max_examples:
         raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
     check_reply(reply, method.expected(order, reply))
+    check_tokens(order, reply, federation.max_length)
     change = change_of(method, order, restored(method, order, reply, federation))
     if federation.privacy is not None:
         size = within_privacy(order, reply, federation.privacy)
