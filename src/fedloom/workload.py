@@ -62,12 +62,15 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
     if config.evaluation.limit:
         test = {task: examples[: config.evaluation.limit] for task, examples in test.items()}
     encoded = {}
+    too_long: dict[str, int] = {}  # test task → rows that cannot be measured, since their prompts leave no room
     for kind, groups in (("client", clients), ("test", test)):
         for name, examples in groups.items():
             if kind == "client":
                 check_client_name(name)
             kept, report = encode(examples, backbone.tokenizer, max_length=data.max_length, strict=data.strict)
             encoded[kind, name] = Rows(kept)
+            if kind == "test":
+                too_long[name] = report.no_label_left
             if report.kept < len(examples) or report.truncated:
                 observer.say(f"{name}: {report.summary()}.")
             if kind == "client" and not kept:
@@ -88,7 +91,7 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
         kinds=kinds,
         test={name: encoded["test", name] for name in sorted(test)},
         test_examples=measured,
-        manifest=record,
+        manifest=record | {"test_rows_too_long": too_long},
     )
     if not any(map(len, result.clients.values())):
         raise DataError("no client holds a usable example, so there is nothing to train on.")

@@ -125,6 +125,7 @@ def test_local_accuracy_and_conflict(tables):
     assert found["0.1", "FC-MoE"]["client's model"] == "its own"
     assert found["0.1", "FedAvg"]["client's model"] == "the shared one"
     assert float(found["0.1", "FC-MoE"]["local accuracy: worst client"]) == pytest.approx(0.4)
+    assert any("1 + λ(Δ·Θ)/‖Θ‖²" in note for note in tables["fcmoe_local"].notes)
     conflict = {(row["α"], row["method"]): row for row in rows(tables["fcmoe_conflict"])}
     harmonic = sum(1 / r for r in range(1, 7)) / 6
     assert float(conflict["0.5", "FC-MoE"]["in conflict"]) == pytest.approx(0.5 * harmonic)

@@ -345,6 +345,23 @@ def test_runs_of_one_version_have_no_such_note(tmp_path):
     assert not any("versions of" in note for table in whole for note in table.notes)
 
 
+@pytest.mark.parametrize(
+    ("counts", "noted"),
+    [
+        ([{"gsm8k": 3, "mmlu": 937}, {"gsm8k": 3, "mmlu": 900}], "3 of gsm8k and 900–937 of mmlu."),
+        ([{"gsm8k": 0, "mmlu": 5}, None], "5 of mmlu."),
+        ([{"gsm8k": 0}, {"gsm8k": 0}], None),
+        ([None, None], None),  # records from before the number
+    ],
+)
+def test_test_rows_that_were_left_out_are_noted(tmp_path, counts, noted):
+    runs = [run("fedit", seed, test_rows_too_long=count) for seed, count in zip((42, 43), counts, strict=True)]
+    results = load_results(write(tmp_path, runs))
+    for table in tables_of(results)[:2]:
+        found = [note for note in table.notes if "left out of a run" in note]
+        assert [note.partition(": ")[2] for note in found] == ([noted] if noted else []), table.name
+
+
 def test_what_has_no_traffic_has_no_bytes(tmp_path):
     runs = [run("local", 42, title="Local"), run("centralised", 42, title="Centralised"), run("ffa_lora", 42)]
     table = cost_table(load_results(write(tmp_path, runs)))

@@ -285,7 +285,7 @@ def test_one_example_cannot_have_the_tokens_of_many(method: Method, tell: Any, r
     ],
 )
 def test_the_most_tokens_by_hand(training: Training, kind: Any, rows: int) -> None:
-    """An expert has each token of 10 at most; experts of one layer together as often as there are experts, at most 8."""
+    """An expert has each of 10 tokens once at most; the experts of one layer each token 8 times at most."""
     order = Order(kind, "ann", 1, {}, SPEC, training)
 
     def check(*tokens: int) -> None:

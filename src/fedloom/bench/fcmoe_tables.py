@@ -8,7 +8,7 @@ from fedloom.bench import fcmoe_paper as paper
 from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, ranks, stat, value, words
 from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat, mixture_notes
 from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import INTERVALS, MEANS, RANKED
+from fedloom.bench.tables import INTERVALS, MEANS, RANKED, length_notes
 from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.report.wording import number
 
@@ -177,7 +177,7 @@ def local_table(results: Results) -> Table | None:
             rows.append(
                 [*_place(setting, settings), words(results.title(label)), value(len(cells), str), words(own), *entries]
             )
-    notes = [MEANS, RANKED, LOCAL, *_capacity(results), *_mixed(results, settings)]
+    notes = [MEANS, RANKED, LOCAL, *_retention(results), *_capacity(results), *_mixed(results, settings)]
     return Table("fcmoe_local", "Local accuracy over clients", columns, rows, notes) if rows else None
 
 
@@ -295,8 +295,19 @@ def _capacity(results: Results) -> list[str]:
     return [f"A client of FedMoE holds and trains {capacity:.0%} of the experts unless its suite says otherwise."]
 
 
+def _retention(results: Results) -> list[str]:
+    """Say what FC-MoE's retention is as printed."""
+    if not any(results.method(label) == NATIVE_MAIN for label in results.labels()):
+        return []
+    return [
+        "FC-MoE's retention as printed (Eq. 5, 6) is parallel to an expert's parameters Θ: a client's model differs "
+        "from the global one by a factor of each expert, 1 + λ(Δ·Θ)/‖Θ‖², and by nothing else."
+    ]
+
+
 def _mixed(results: Results, settings: Sequence[Setting]) -> list[str]:
-    return mixture_notes([cell for setting in settings for cell in _cells(results, setting)])
+    cells = [cell for setting in settings for cell in _cells(results, setting)]
+    return [*length_notes(cells), *mixture_notes(cells)]
 
 
 def _any(results: Results, setting: Setting, get: Callable[[Cell], float | None]) -> bool:

@@ -47,6 +47,7 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "packages": manifest["packages"],
         "machine": manifest["machine"],
         "backbone_hash": manifest["backbone"]["hash"],
+        "test_rows_too_long": manifest["data"].get("test_rows_too_long"),
         "global_model": method.global_model,
         "personal": method.personal,
         "experts": metrics["experts"],

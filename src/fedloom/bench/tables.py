@@ -16,7 +16,7 @@ from fedloom.bench.layout import (
     value,
     words,
 )
-from fedloom.bench.results import MAIN, Results, Setting, Stat, mixture_notes
+from fedloom.bench.results import MAIN, Cell, Results, Setting, Stat, mixture_notes
 from fedloom.report.wording import MISSING, listed, number
 
 INTERVALS = (
@@ -101,7 +101,7 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
     notes += [*seed_notes(results, [setting], labels), *capacity_notes(results, [setting], labels)]
     if printed:
         notes.append(f"Paper: {next(iter(paper.MACRO.values())).where}; its other cells are not in the text.")
-    notes += mixture_notes(results.among(setting, labels))
+    notes += [*length_notes(results.among(setting, labels)), *mixture_notes(results.among(setting, labels))]
     return Table(f"table1{suffix}", f"Global protocol: one model for everyone ({setting.text})", columns, rows, notes)
 
 
@@ -138,6 +138,7 @@ def personalised_table(results: Results, setting: Setting, suffix: str = "") -> 
         "Routing: how the row's models answer; rows with different routings differ in that, too.",
         *seed_notes(results, [setting], labels),
         *capacity_notes(results, [setting], labels),
+        *length_notes(results.among(setting, labels)),
         *mixture_notes(results.among(setting, labels)),
     ]
     columns = [Column("method"), Column("seeds"), Column("client's model"), Column("routing")]
@@ -211,6 +212,18 @@ def capacity_notes(results: Results, settings: Sequence[Setting], labels: Sequen
         if any(len(found) > 1 for found in sizes.values()):
             return ["Models of one seed differ in experts × rank, and so in capacity: methods choose how many experts."]
     return []
+
+
+def length_notes(cells: Sequence[Cell]) -> list[str]:
+    """Return a note if test rows were left out because their prompts fill all tokens; old records do not say."""
+    counts: dict[str, set[int]] = {}
+    for cell in cells:
+        for task, count in (cell.get("test_rows_too_long") or {}).items():
+            counts.setdefault(task, set()).add(count)
+    found = [
+        f"{min(each)}{f'–{max(each)}' if len(each) > 1 else ''} of {task}" for task, each in counts.items() if any(each)
+    ]
+    return [f"Test rows left out of a run because their prompts fill all tokens: {listed(found)}."] if found else []
 
 
 def routings(results: Results, setting: Setting, label: str, *, personal: bool = False) -> list[str]:
