@@ -13,6 +13,8 @@ import torch
 import yaml
 
 from fedloom.adapters.inject import default_targets, target_modules
+from fedloom.adapters.native import find_native
+from fedloom.adapters.native_mask import check_choosing
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import Config
 from fedloom.errors import ConfigError
@@ -150,6 +152,7 @@ def adapter_spec(config: Config, method: Method, backbone: Backbone) -> AdapterS
 
     Raises:
         ConfigError: a method for native experts is asked to train LoRA experts, or the other way round.
+        AdapterError: clients are to hold some experts of a backbone that chooses groups of them.
     """
     adapter = config.adapter
     if method.native and not adapter.native:
@@ -159,6 +162,8 @@ def adapter_spec(config: Config, method: Method, backbone: Backbone) -> AdapterS
         )
     if adapter.native and not method.native:
         raise ConfigError(f"adapter.native is {adapter.native!r}, but {method.title} trains LoRA experts of its own.")
+    if method.submodels:
+        check_choosing(find_native(backbone.model).layers)
     targets = () if adapter.native else tuple(adapter.targets or default_targets(backbone.config))
     rank = adapter.rank or method.default_rank
     return AdapterSpec(targets, rank, adapter.alpha, adapter.dropout, native=adapter.native or "")

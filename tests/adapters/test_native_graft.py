@@ -22,7 +22,7 @@ from fedloom.adapters.native_lora import WeightLoRA
 from fedloom.backbones.load import Backbone, parameter_hash
 from fedloom.config import parse_config
 from fedloom.errors import AdapterError
-from fedloom.experiment import run
+from fedloom.experiment import adapter_spec, run
 from fedloom.export import save_model
 from fedloom.model import evaluate_files, load_model
 from fedloom.runtime.client import LocalClient, Workbench
@@ -95,7 +95,7 @@ def test_off_computes_what_the_backbone_computed(family: str, spec: AdapterSpec)
 def test_what_is_trained_is_float32_whatever_the_backbone_is(family: str, kind: torch.dtype, spec: AdapterSpec) -> None:
     """At rate 0 nothing moves, so nothing is sent; at 1e-4, far below bfloat16's grid at 1, AdamW's step is whole."""
     more: dict[str, Any] = {} if family == "switch_transformers" else {"max_position_embeddings": 512}
-    model = make_native(family, vocab_size=258, **more).to(kind)
+    model = make_native(family, vocab_size=258, **more).to(kind)  # type: ignore[arg-type]
     if family != "switch_transformers":
         model.set_experts_implementation("eager")  # kernels for half precision want widths that are multiples of 8
     bench = Workbench(Backbone("small", model, byte_tokenizer(), parameter_hash(model)), spec, None)
@@ -320,6 +320,40 @@ def test_fewer_kept_than_a_token_takes() -> None:
     tensors = {n.replace(".mlp.2/", ".mlp.0/"): t for n, t in found.read().items()}
     find_native(one).load({n: t[2:3] if n.startswith("router/") else t for n, t in tensors.items()})
     torch.testing.assert_close(answers(found, "mixtral"), logits(one, "mixtral").detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_deepseek_v2_that_is_greedy_keeps_single_experts() -> None:
+    """Its router is one softmax over all experts: without expert 1 it is the model that never had it."""
+    found = grafted("deepseek_v2", FULL)
+    everything, (layer,) = found.read(), found.named.layers
+    found.respec(replace(FULL, kept=tuple(layer.component(e) for e in (0, 2, 3))))
+    small = make_native("deepseek_v2", n_routed_experts=3, n_group=1, topk_group=1)
+    tensors: Tensors = {}
+    for name, tensor in everything.items():
+        old = int(component(name)[-1]) if name.startswith("experts/") else 0
+        if name.startswith("router/"):
+            tensors[name] = tensor[[0, 2, 3]]
+        elif old != 1:
+            tensors[name.replace(f".mlp.{old}/", f".mlp.{max(old - 1, 0)}/")] = tensor
+    find_native(small).load(tensors)
+    expected = logits(small, "deepseek_v2").detach()
+    torch.testing.assert_close(answers(found, "deepseek_v2"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("deepseek_v3", {}), ("deepseek_v2", {"topk_method": "group_limited_greedy"})]
+)
+def test_groups_of_experts_are_refused_before_anything_is_asked(family: str, changes: dict[str, Any]) -> None:
+    model = make_native(family, **changes)
+    backbone = Backbone("small", model, byte_tokenizer(), "")
+    for method in ("fedmoe", "fcmoe"):
+        plain = {"method": {"name": method}, "adapter": {"native": "full"}, "data": {"clients": {"ann": "ann.jsonl"}}}
+        config = parse_config(plain)
+        if method == "fedmoe":
+            with pytest.raises(AdapterError, match=r"model\.layers\.1\.mlp chooses groups of experts first"):
+                adapter_spec(config, config.build_method(), backbone)
+        else:
+            assert adapter_spec(config, config.build_method(), backbone).native == "full"
 
 
 def test_what_cannot_be_kept_is_named() -> None:

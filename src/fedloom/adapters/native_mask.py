@@ -26,21 +26,35 @@ class _Masked(TorchFunctionMode):
 
 
 def check_kept(layers: Sequence[MoELayer], kept: Collection[str]) -> None:
-    """Refuse names that are no experts, a layer without any, and routers that do not choose by one softmax.
+    """Refuse names that are no experts, a layer without any, and routers that ``check_choosing`` refuses.
 
     Raises:
         AdapterError: naming the expert or the layer.
     """
     if not kept:
         return
+    check_choosing(layers)
     known = {layer.component(e) for layer in layers for e in range(layer.experts)}
     if unknown := [name for name in kept if name not in known]:
         raise AdapterError(f"There is no expert {unknown[0]!r} to keep, among {len(known)}.")
     for layer in layers:
         if not any(layer.component(e) in kept for e in range(layer.experts)):
             raise AdapterError(f"{layer.path} keeps none of its {layer.experts} experts; it needs one.")
-        if hasattr(layer.router, "topk_group"):
-            raise AdapterError(f"{layer.path} chooses groups of experts first: single experts cannot be kept there.")
+
+
+def check_choosing(layers: Sequence[MoELayer]) -> None:
+    """Refuse routers that choose groups of experts first: DeepSeek-V3's, and V2's of that ``topk_method``.
+
+    Raises:
+        AdapterError: naming the layer.
+    """
+    for layer in layers:
+        limited = hasattr(layer.router, "topk_group")  # V2's has it whatever it does, and says which of two it does
+        if limited and getattr(layer.router, "topk_method", "group_limited_greedy") == "group_limited_greedy":
+            raise AdapterError(
+                f"{layer.path} chooses groups of experts first, as DeepSeek-V3 and the large DeepSeek-V2 do: single "
+                "experts cannot be kept there. Take a method that gives every client all experts."
+            )
 
 
 def open_only(layers: Sequence[MoELayer], kept: Collection[str]) -> None:

@@ -52,6 +52,7 @@ class Method:
         singles: why it needs single updates, if not.
         keeps_moments: a client trains the same tensors, once, in each round, so that its optimiser may go on.
         native: for models whose experts are part of the backbone, and for those only.
+        submodels: clients hold some of these experts only.
     """
 
     title: ClassVar[str] = "FedAvg"
@@ -70,6 +71,7 @@ class Method:
     singles: ClassVar[str] = "its server rule works on single updates"
     keeps_moments: ClassVar[bool] = True
     native: ClassVar[bool] = False
+    submodels: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     def __init__(self, options: MethodOptions | None = None) -> None:

@@ -44,6 +44,7 @@ class FedMoE(Method):
     exact = "yes: whole experts are averaged (of LoRAs on them, factors: no)"
     has_probe = True
     native = True
+    submodels = True
     personal = True
     keeps_moments = False
     Options = FedMoEOptions
