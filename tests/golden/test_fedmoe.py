@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedloom.errors import UpdateRejected
 from fedloom.methods.fedmoe import FedMoE, FedMoEOptions
 from fedloom.methods.submodels import adjusted, choose, fewest, neighbours, router_rows, shares_of, similarity, stalled
+from fedloom.runtime.memory import ClientMemory
 from fedloom.runtime.quarantine import check_reply
 from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training
 
@@ -241,3 +242,13 @@ def test_a_change_that_does_not_help_is_taken_back_and_one_that_does_stays() -> 
     assert changed.values["log"] == {"experts": {"ann": 2, "bob": 2}, "frozen": 0}
     never = FedMoE(FedMoEOptions(patience=0))
     assert never.adjust(state(), {"ann": 3.0}).values["history"] == {}
+
+
+def test_at_home_a_change_counts_once_it_has_helped() -> None:
+    """ann's new expert came with the last merge, so she never trained it; bob has nothing on trial."""
+    changed = state(kept={"ann": units(0, 1), "bob": units(1)}, trial={"ann": units(0)})
+    memory = ClientMemory()
+    assert FedMoE().personal_view(changed, "ann", memory).spec.kept == tuple(units(0))
+    assert "experts/m.1/w" not in FedMoE().personal_view(changed, "ann", memory).tensors
+    assert FedMoE().personal_view(changed, "bob", memory).spec.kept == tuple(units(1))
+    assert FedMoE().view(changed, "ann").spec.kept == tuple(units(0, 1))  # what she trains next

@@ -193,6 +193,10 @@ class Method:
         """Return the reply without what tells of a client's number of examples, for differential privacy."""
         return replace(reply, counts={unit: min(n, 1) for unit, n in reply.counts.items()}, metrics={}, values={})
 
+    def weighs(self) -> str | None:
+        """Return by what updates are weighed in place of counts, so that ``server.weights`` cannot say it, if so."""
+        return None
+
     def tells(self) -> str | None:
         """Return what tells of a client's rows though ``countless`` and noise are applied, if anything does."""
         return None

@@ -9,6 +9,12 @@ weighted mean is projected off it (Eq. 2–4); a client starts the next round wi
 What the projection amounts to: with Δ̄ = Σ c_i Δ_i / C and a_i = Δ_i·Δ̄, Eq. 3 and 4 give Σ c_i proj(Δ_i) / C =
 Δ̄ · (1 + Σ_{a_i<0} c_i |a_i| / (C ‖Δ̄‖²)): the consensus itself, made longer. So one pass makes the consensus, a second
 needs inner products only, and nothing but the consensus is held.
+
+What the retention amounts to: R of Eq. 5 is parallel to Θ, so Eq. 6 multiplies all weights of an expert by one number,
+1 + λ (Δ·Θ) / ‖Θ‖², close to 1: what the client learned in any other direction is not in its next start.
+
+In ``steps`` mode f counts the tokens of the rows that were trained on, which are not the client's D_i of Eq. 1: train
+by ``epochs`` for what is printed.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Weights, conflicts, experts_of
 from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
+
+#: How long a client's head start is, and its update; the log has their means over clients.
+NORMS = ("retained_norm", "update_norm")
 
 
 class FCMoEOptions(MethodOptions):
@@ -64,8 +73,8 @@ class FCMoE(Method):
         active = {unit: n for unit, n in report.activations.items() if n > 0}
         send = {n: t for n, t in update.items() if not n.startswith("experts/") or component(n) in active}
         counts = {"examples": client.size} | {component(name): client.size for name in send}
-        started = norm(subtract(start, order.tensors))
-        metrics = report.metrics() | {"retained_norm": started, "update_norm": norm(update)}
+        norms = norm(subtract(start, order.tensors)), norm(update)
+        metrics = report.metrics() | dict(zip(NORMS, norms, strict=True))
         keep = place({name: t for name, t in update.items() if name.startswith("experts/")}, "update")
         if self.options.residual == "filtered":
             keep |= place({name: t for name, t in order.tensors.items() if name.startswith("experts/")}, "received")
@@ -73,20 +82,22 @@ class FCMoE(Method):
 
     def merge(self, state: State, replies: Replies) -> State:
         """Average what is no expert by sample count; experts by importance along their consensus (Eq. 2–4)."""
-        means, weights = RunningMean(), Weights()
+        means, weights, norms = RunningMean(), Weights(), []
         for reply in replies:
             weights[reply.client] = self.importance(reply)
+            norms.append([reply.metrics.get(name, 0.0) for name in NORMS])
             means.add_each(reply.send, by_unit(weights[reply.client]))
             del reply  # so that it is gone when the next is read
         consensus = means.mean()  # Eq. 2
         del means
         log = conflicts(consensus, weights, replies)
+        lengths = {name: sum(each[i] for each in norms) / len(norms) for i, name in enumerate(NORMS)}
         tensors = dict(state.tensors)
         for name in list(consensus):  # Eq. 4
             longer = log[component(name)]["length"] if component(name) in log else 1.0
             step = (longer if self.options.projection else 1.0) * consensus.pop(name)
             tensors[name] = state.tensors[name] + step
-        return replace(state, tensors=tensors, values=state.values | {"log": {"conflict": log}})
+        return replace(state, tensors=tensors, values=state.values | {"log": {"conflict": log} | lengths})
 
     def importance(self, reply: Reply) -> dict[str, float]:
         """Return c_{i,k} = f_{i,k} ‖Δθ_{i,k}‖ of the experts (Eq. 1); the sample count of anything else."""
@@ -95,6 +106,9 @@ class FCMoE(Method):
             active = reply.values["activations"]
             weights |= {unit: active[unit] * norm(update) for unit, update in experts_of(reply.send).items()}
         return weights
+
+    def weighs(self) -> str | None:
+        return "activations × update norm" if self.options.importance else None
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with the start of the next round (part 3)."""

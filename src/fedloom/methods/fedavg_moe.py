@@ -8,6 +8,7 @@ Differs from FedAvg: with ``weighting: samples`` not at all: experts, routers an
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -33,18 +34,19 @@ class FedAvgMoE(Method):
     paper = "arXiv 1602.05629"
     aggregated = "everything by sample count"
     exact = "yes: whole parameters are averaged (of LoRAs on experts, factors: no)"
-    singles = "clients send activation counts, and models with experts of their own are not summed yet"
+    singles = "models with experts of their own are not summed yet"
     native = True
     Options = FedAvgMoEOptions
     options: FedAvgMoEOptions
 
     def local(self, client: Client, order: Order) -> Reply:
-        """Train everything; send everything and how many tokens each expert had."""
+        """Train everything; send everything and, where it counts, how many tokens each expert had."""
         client.load(order.tensors, order.spec)
         report = client.fit([range(client.size)] * client.steps(order.training), order.training)
         send = subtract(client.read(), order.tensors)
         counts = {"examples": client.size} | {component(name): client.size for name in send}
-        return Reply(client.name, send, counts, report.metrics(), {"activations": report.activations})
+        values = {"activations": report.activations} if self.options.weighting == "activations" else {}
+        return Reply(client.name, send, counts, report.metrics(), values)
 
     def merge(self, state: State, replies: Replies) -> State:
         means = RunningMean()
@@ -62,11 +64,18 @@ class FedAvgMoE(Method):
             return float(reply.counts[unit])
         return (reply.values["activations"][unit] / reply.metrics["steps"]) ** self.options.power * reply.counts[unit]
 
+    def weighs(self) -> str | None:
+        return "activations × examples" if self.options.weighting == "activations" else None
+
     def expected(self, order: Order, reply: Reply) -> Schema:
         schema = super().expected(order, reply)
-        check_activations(reply, schema)
-        if self.options.weighting == "activations" and not reply.metrics.get("steps", 0) > 0:
-            raise UpdateRejected("it states no steps, by which activations are divided")
+        if self.options.weighting == "activations":
+            check_activations(reply, schema)
+            training, stated = order.training, reply.metrics.get("steps")
+            passes = training.epochs * math.ceil(reply.counts["examples"] / training.batch_size)
+            steps = min(training.steps, passes) if training.epochs else training.steps
+            if stated != steps:
+                raise UpdateRejected(f"it states {stated} steps, by which activations are divided; {steps} were asked")
         return schema
 
 

@@ -3,8 +3,9 @@
 H. Mei et al., "FedMoE: Personalized federated learning via heterogeneous mixture of experts", arXiv 2408.11304 (2024).
 
 Differs from FedAvg: a client gets and sends only its experts, with their rows of the routers; each is averaged over the
-clients that hold it. Here p_ij are counted by forward passes of the untrained model (the paper trains LoRAs for some
-rounds first), a client's score is its training loss, and the loss has no term that balances experts, as theirs has.
+clients that hold it. Here p_ij are counted on training rows by forward passes of the untrained model (the paper trains
+LoRAs for some rounds first and counts on validation rows), a client's score is its training loss, and the loss has no
+term that balances experts, as theirs has.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class FedMoE(Method):
         return replace(state, values=values | found)
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
-        return self.view(state, client)
+        """Answer with the experts from before a change that has not helped yet: some may never have been trained."""
+        settled = state.values.get("kept", {}) | state.values.get("trial", {})
+        return self.view(replace(state, values=state.values | {"kept": settled}), client)
 
     def admits(self, state: State, client: str) -> bool:
         return client in state.values["kept"]

@@ -8,7 +8,9 @@ frozen, and then the gate g = σ(w·φ(x) + b) is trained on the rest with both 
 
 Differs from the paper, whose models classify images: h is the output layer over the vocabulary, φ the decoder's last
 state at each token to be written, which is also the gate's input (the paper's MFE gates on raw input). Heads and gates
-are trained on what a client receives, in every round after ``after``, not once after the last, and by AdamW.
+are trained on what a client receives, in every round after ``after``, not once after the last, and by AdamW: so the
+last ones are trained on the model before the last average and measured on the one after it. The paper averages clients
+uniformly; here they weigh by samples.
 """
 
 from __future__ import annotations

@@ -61,6 +61,11 @@ class ServerStep:
         Raises:
             ConfigError: naming both sides.
         """
+        if self.weights != "method" and (by := method.weighs()) is not None:
+            raise ConfigError(
+                f"server.weights {self.weights!r} says how examples count; {method.title} weighs experts by {by}: only "
+                "the rest would change. Leave it at 'method'."
+            )
         if self.aggregation == "product-svd" and not method.averages_factors:
             raise ConfigError(
                 "server.aggregation product-svd averages B·A where a method averages both factors; "
