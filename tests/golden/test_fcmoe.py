@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError, UpdateRejected
+from fedloom.methods.activations import check_tokens
 from fedloom.methods.base import Method
 from fedloom.methods.fcmoe import NORMS, FCMoE, FCMoEOptions, retained
-from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions, check_tokens
+from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
 from fedloom.numerics.aggregate import project_conflicts
 from fedloom.numerics.tree import norm
 from fedloom.runtime.memory import ClientMemory

@@ -193,6 +193,13 @@ class Method:
         """Return the reply without what tells of a client's number of examples, for differential privacy."""
         return replace(reply, counts={unit: min(n, 1) for unit, n in reply.counts.items()}, metrics={}, values={})
 
+    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
+        """Check what a reply states, where it counts, against what examples of ``max_length`` tokens can make.
+
+        Raises:
+            UpdateRejected: it cannot be.
+        """
+
     def weighs(self) -> str | None:
         """Return by what updates are weighed in place of counts, so that ``server.weights`` cannot say it, if so."""
         return None

@@ -25,8 +25,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from fedloom.methods.activations import check_activations, check_tokens
 from fedloom.methods.base import Method, MethodOptions, Schema
-from fedloom.methods.fedavg_moe import check_activations
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Weights, conflicts, experts_of
 from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take
@@ -113,6 +113,9 @@ class FCMoE(Method):
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with the start of the next round (part 3)."""
         return View(state.tensors | retained(state.tensors, memory, self.options), state.spec)
+
+    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
+        check_tokens(order, reply, max_length)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         schema = super().expected(order, reply)

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedloom.errors import UpdateRejected
+from fedloom.methods.activations import check_activations, check_tokens
 from fedloom.methods.base import Method, MethodOptions, Schema
-from fedloom.methods.fedavg_moe import check_activations
 from fedloom.methods.submodels import adjusted, choose, router_rows, shares_of, stalled
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import subtract
@@ -141,6 +141,9 @@ class FedMoE(Method):
 
     def admits(self, state: State, client: str) -> bool:
         return client in state.values["kept"]
+
+    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
+        check_tokens(order, reply, max_length)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         offered = {name: tuple(t.shape) for name, t in order.tensors.items()}

@@ -12,7 +12,6 @@ import torch
 from fedloom.config import Config
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
-from fedloom.methods.fedavg_moe import check_tokens
 from fedloom.methods.server import ServerStep
 from fedloom.methods.sums import Privacy, SecureAggregation, Totals
 from fedloom.numerics.tree import norm
@@ -234,7 +233,7 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     if examples > federation.max_examples:
         raise UpdateRejected(f"it counts {examples} examples; max_examples is {federation.max_examples}")
     check_reply(reply, method.expected(order, reply))
-    check_tokens(order, reply, federation.max_length)
+    method.plausible(order, reply, federation.max_length)
     change = change_of(method, order, restored(method, order, reply, federation))
     if federation.privacy is not None:
         size = within_privacy(order, reply, federation.privacy)
