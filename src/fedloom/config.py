@@ -231,7 +231,6 @@ class Config(RunSections):
         kind = METHODS[self.method.name]
         method = kind(kind.Options(**(self.method.model_extra or {})))
         server = self.server.ordered()
-        server.check(method)
         if self.training.optimizer_state == "keep" and not method.keeps_moments:
             raise ConfigError(
                 f"training.optimizer_state keep lets a client's optimiser go on where its last round ended; with "
@@ -243,6 +242,7 @@ class Config(RunSections):
         if self.secagg is not None:
             federation = self.federation
             self.secagg.ordered().check(method, server, federation.wire, privacy, federation.participation)
+        server.check(method)  # last: what a method cannot do at all is said before what an option cannot
         return method
 
 

@@ -186,26 +186,27 @@ def test_processes_a_site_that_comes_late_trains_with_those_like_it(
     """Its rows are ann's, so it gets her experts; which round it comes in depends on the clock."""
     sites.have(backbones[False])
     sites.register(LATE)
-    sections = {**SECTIONS, "federation": {"rounds": 6, "min_replies": 2}}
+    sections = {**SECTIONS, "federation": {"rounds": 8, "min_replies": 2}}
     out = sites.configure(
         "run-late", **sections, method=FEDWEAVE, backbone={"name": str(backbones[False])}, sites=waits(3)
     )
     run = sites.submit()
+    sites.wait_for((out / "sites.json").is_file, "the list of the first start")
     sites.start_node(LATE, write_node(sites.home / LATE, LATE, backbones[False]))
     said = sites.finish(run)
     sites.kill(LATE)
     records = log_of(out)
     ((round, joined),) = [(r["round"], r["joined"]) for r in records if r.get("joined")]
     assert f"fay joins after round {round}, with experts" in said, said
-    state = CheckpointFolder(out / "checkpoints", {}).state(6)
+    state = CheckpointFolder(out / "checkpoints", {}).state(8)
     assert joined["fay"]["experts"] == state.values["assignment"]["ann"]
-    assert [LATE in record.get("cohort", ()) for record in records] == [n > round for n in range(7)]
+    assert [LATE in record.get("cohort", ()) for record in records] == [n > round for n in range(9)]
 
     world = World(tmp_path, clients={name: rows_of(name) for name in [*SITES, LATE]})
     world.setup = replace(world.setup, clients=SITES)
-    asked = iter(range(7))
+    asked = iter(range(9))
     newcomers = lambda known: [LATE] if next(asked) >= round and LATE not in known else []  # noqa: E731
-    world.run(METHODS["fedweave"](METHODS["fedweave"].Options(warmup_steps=2)), rounds=6, newcomers=newcomers)
+    world.run(METHODS["fedweave"](METHODS["fedweave"].Options(warmup_steps=2)), rounds=8, newcomers=newcomers)
     assert states_of(out) == states_of(tmp_path)
 
 
