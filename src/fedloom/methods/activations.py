@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.errors import UpdateRejected
-from fedloom.methods.base import Schema
+from fedloom.methods.base import Method, Schema
 from fedloom.types import Order, Plain, Reply, component
 
 #: No family of ``adapters.native.ROUTERS`` was published with more experts a token (DeepSeek, OLMoE and Qwen: 8).
@@ -50,3 +50,8 @@ def check_tokens(order: Order, reply: Reply, max_length: int) -> None:
     for layer, found in layers.items():
         if sum(found) > (most := rows * max_length * min(len(found), MOST_A_TOKEN)):
             raise UpdateRejected(f"the activations of {layer!r} are {sum(found)} in all; at most {most} can be")
+
+
+def bounded_by_tokens(method: Method, order: Order, reply: Reply, max_length: int) -> None:
+    """``Method.plausible`` of methods whose clients state activations."""
+    check_tokens(order, reply, max_length)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedloom.methods.activations import check_activations, check_tokens
+from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Weights, conflicts, experts_of
@@ -63,6 +63,7 @@ class FCMoE(Method):
     personal = True
     Options = FCMoEOptions
     options: FCMoEOptions
+    plausible = bounded_by_tokens
 
     def local(self, client: Client, order: Order) -> Reply:
         """Start from the retained knowledge (Eq. 5, 6), train, send the updates of activated experts (Eq. 1)."""
@@ -113,9 +114,6 @@ class FCMoE(Method):
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with the start of the next round (part 3)."""
         return View(state.tensors | retained(state.tensors, memory, self.options), state.spec)
-
-    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
-        check_tokens(order, reply, max_length)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         schema = super().expected(order, reply)

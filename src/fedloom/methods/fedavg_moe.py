@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedloom.errors import UpdateRejected
-from fedloom.methods.activations import check_activations, check_tokens
+from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import subtract
@@ -39,6 +39,7 @@ class FedAvgMoE(Method):
     native = True
     Options = FedAvgMoEOptions
     options: FedAvgMoEOptions
+    plausible = bounded_by_tokens
 
     def local(self, client: Client, order: Order) -> Reply:
         """Train everything; send everything and, where it counts, how many tokens each expert had."""
@@ -67,9 +68,6 @@ class FedAvgMoE(Method):
 
     def weighs(self) -> str | None:
         return "activations × examples" if self.options.weighting == "activations" else None
-
-    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
-        check_tokens(order, reply, max_length)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         schema = super().expected(order, reply)

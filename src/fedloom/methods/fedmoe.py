@@ -15,7 +15,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedloom.errors import UpdateRejected
-from fedloom.methods.activations import check_activations, check_tokens
+from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema
 from fedloom.methods.submodels import adjusted, choose, router_rows, shares_of, stalled
 from fedloom.numerics.aggregate import RunningMean
@@ -39,9 +39,7 @@ class FedMoEOptions(MethodOptions):
 class FedMoE(Method):
     title = "FedMoE"
     paper = "arXiv 2408.11304"
-    aggregated = (
-        "each expert and its row of the router over the clients that hold it; the rest over all; by sample count"
-    )
+    aggregated = "each expert, with its row of the router, over the clients that hold it; the rest over all; by samples"
     exact = "yes: whole experts are averaged (of LoRAs on them, factors: no)"
     has_probe = True
     native = True
@@ -50,6 +48,7 @@ class FedMoE(Method):
     keeps_moments = False
     Options = FedMoEOptions
     options: FedMoEOptions
+    plausible = bounded_by_tokens
 
     # Stage 1, once.
 
@@ -141,9 +140,6 @@ class FedMoE(Method):
 
     def admits(self, state: State, client: str) -> bool:
         return client in state.values["kept"]
-
-    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
-        check_tokens(order, reply, max_length)
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         offered = {name: tuple(t.shape) for name, t in order.tensors.items()}
