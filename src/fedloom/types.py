@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
@@ -112,6 +113,10 @@ class Training:
     clip: float = 1.0
     optimizer_state: str = "reset"
     epochs: int = 0
+
+    def steps_of(self, size: int) -> int:
+        """Return how many steps a client of ``size`` examples takes."""
+        return min(self.steps, self.epochs * math.ceil(size / self.batch_size)) if self.epochs else self.steps
 
 
 @dataclass(frozen=True)

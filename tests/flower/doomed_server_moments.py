@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fatal_moments import Point, half_a_line
 from fedloom import flower_app
@@ -13,7 +14,7 @@ from fedloom.runtime.flower import FlowerTransport
 from fedloom.runtime.flower_messages import ORDER
 
 
-def of_round(number: int, kind: str = "fit") -> object:
+def of_round(number: int, kind: str = "fit") -> Any:
     return lambda self, method, orders, *rest: (orders[0].round, orders[0].kind) == (number, kind)
 
 

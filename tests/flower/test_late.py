@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
+from doomed_server_moments import of_round
 from fake_grid import Grid, Node, Notes, Restarts, results, terms_of, transport_of, write_sites
 from flwr.app import Message
-from test_restart import of_round
 
 from fatal_moments import Killed, Point, fatal
 from fedloom.flower_app import load_server, serve

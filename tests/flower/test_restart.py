@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is an option of its own")
 
+from doomed_server_moments import of_round
 from fake_grid import Grid, Restarts
 from flower_processes import result_of
 
@@ -23,11 +24,6 @@ from fedloom.runtime import checkpoint
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
 from fedloom.runtime.flower import FlowerTransport
-
-
-def of_round(number: int, kind: str = "fit") -> Any:
-    return lambda self, method, orders, *rest: (orders[0].round, orders[0].kind) == (number, kind)
-
 
 #: Of four sites and three rounds. Message 1 to 4 are hellos, 5 to 8 the probe.
 POINTS: dict[str, Point] = {

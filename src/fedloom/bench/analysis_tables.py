@@ -77,11 +77,9 @@ def granularity_table(results: Results, comparisons: Comparisons) -> Table | Non
                 )
     notes = [MEANS, INTERVALS, EXPERTS, "Routing: the same in both models that a difference compares."]
     notes.append(f"Paper, with one expert active: {paper.place(paper.ABLATION)}.")
-    notes += [
-        *seed_notes(results, settings, (MAIN, *ABLATIONS)),
-        *capacity_notes(results, settings, (MAIN, *ABLATIONS)),
-    ]
-    notes += mixture_notes([cell for s in settings for cell in results.among(s, (MAIN, *ABLATIONS))])
+    shown = (MAIN, *ABLATIONS)
+    notes += [*seed_notes(results, settings, shown), *capacity_notes(results, settings, shown)]
+    notes += mixture_notes([cell for s in settings for cell in results.among(s, shown)])
     return Table("table2", "Aggregation granularity", columns, rows, notes)
 
 

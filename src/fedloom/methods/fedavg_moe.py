@@ -8,7 +8,6 @@ Differs from FedAvg: with ``weighting: samples`` not at all: experts, routers an
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -73,9 +72,7 @@ class FedAvgMoE(Method):
         schema = super().expected(order, reply)
         if self.options.weighting == "activations":
             check_activations(reply, schema)
-            training, stated = order.training, reply.metrics.get("steps")
-            passes = training.epochs * math.ceil(reply.counts["examples"] / training.batch_size)
-            steps = min(training.steps, passes) if training.epochs else training.steps
+            stated, steps = reply.metrics.get("steps"), order.training.steps_of(reply.counts["examples"])
             if stated != steps:
                 raise UpdateRejected(f"it states {stated} steps, by which activations are divided; {steps} were asked")
         return schema

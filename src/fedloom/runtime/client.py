@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -96,9 +95,7 @@ class LocalClient:
         return len(self.rows)
 
     def steps(self, training: Training) -> int:
-        if training.epochs == 0:
-            return training.steps
-        return min(training.steps, training.epochs * math.ceil(self.size / training.batch_size))
+        return training.steps_of(self.size)
 
     def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:
         return self.rows.features(self.bench, layer=layer, pooling=pooling)

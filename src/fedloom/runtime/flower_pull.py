@@ -74,5 +74,4 @@ def bound_pulls(seconds: float) -> None:
     found = getattr(http_grid, "pull_objects", None)
     if found is None:
         raise ConfigError("this Flower is not the tested 1.42: its grid has no pull_objects")
-    inner = found.func if isinstance(found, partial) else found
-    setattr(http_grid, "pull_objects", partial(inner, max_time=seconds))  # noqa: B010 (no attribute that a type knows)
+    setattr(http_grid, "pull_objects", partial(found, max_time=seconds))  # noqa: B010 (no attribute that a type knows)
