@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.config import parse_config
-from fedloom.errors import ConfigError, UpdateRejected
-from fedloom.methods.activations import check_tokens
+from fedloom.errors import UpdateRejected
 from fedloom.methods.base import Method
-from fedloom.methods.fcmoe import NORMS, FCMoE, FCMoEOptions, retained
+from fedloom.methods.fcmoe import FCMoE, FCMoEOptions, retained
 from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
 from fedloom.numerics.aggregate import project_conflicts
-from fedloom.numerics.tree import norm
 from fedloom.runtime.memory import ClientMemory
 from fedloom.runtime.quarantine import check_reply
-from fedloom.runtime.wire import decode, encode
-from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training, component
-from small_world import NATIVE, TRAINING, Wire, World, random_tensors, same
+from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training
 
 SPEC = AdapterSpec((), native="full")
 UNITS = ("experts/a.mlp.0", "experts/a.mlp.1", "experts/b.mlp.0")
@@ -234,208 +226,3 @@ def test_an_expert_that_is_not_there_or_not_sent_is_refused_by_name(method: Meth
     change(spoilt)
     with pytest.raises(UpdateRejected, match=reason):
         check_reply(spoilt, method.expected(order, spoilt))
-
-
-# One client, by hand.
-
-
-def head_start(now: Tensors, last: Tensors, rate: float) -> Tensors:
-    """Return Θ + λ (Δ·Θ) / ‖Θ‖² Θ of every expert of ``last``, in float64."""
-    units = {component(name) for name in last}
-    start = {}
-    for unit in units:
-        names = [name for name in now if component(name) == unit]
-        theta = torch.cat([now[name].double().flatten() for name in names])
-        update = torch.cat([last[name].double().flatten() for name in names])
-        factor = 1 + rate * torch.dot(update, theta) / torch.dot(theta, theta)
-        start |= {name: (factor * now[name].double()).float() for name in names}
-    return start
-
-
-def counted(world: World, tensors: Tensors) -> dict[str, int]:
-    """Return tokens per expert of ann's rows one by one: the first largest logit takes a token, 64 a row at most."""
-    world.bench.load(tensors, NATIVE)
-    model = world.bench.backbone.model.eval()
-    found: dict[str, int] = {}
-    for row in world.clients["ann"].encoded:
-        response = row.ids[row.prompt_length :]
-        written = [model.config.decoder_start_token_id, *response[:-1]]
-        with torch.no_grad():
-            output = model(
-                input_ids=torch.tensor([row.ids[: row.prompt_length]]),
-                decoder_input_ids=torch.tensor([written]),
-                output_router_logits=True,
-            )
-        layers = {
-            "encoder.block.1.layer.1.mlp": output.encoder_router_logits,
-            "decoder.block.1.layer.2.mlp": output.decoder_router_logits,
-        }
-        for path, logits in layers.items():
-            chosen = next(x for x in flattened(logits) if x.shape[-1] == 4).reshape(-1, 4).argmax(-1)
-            for expert in range(4):
-                unit = f"experts/{path}.{expert}"
-                found[unit] = found.get(unit, 0) + min(int((chosen == expert).sum()), 64)
-    return found
-
-
-def flattened(nested: Any) -> list[Tensor]:
-    return [nested] if isinstance(nested, Tensor) else [t for each in nested for t in flattened(each)]
-
-
-def close(a: Tensors, b: Tensors) -> bool:
-    return a.keys() == b.keys() and all(torch.allclose(t, b[n], rtol=1e-6, atol=1e-7) for n, t in a.items())
-
-
-def test_a_clients_round_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load Θ + λR, train, send end − Θ of experts with tokens, keep that of all; answer at home with the next start."""
-    world = World(tmp_path, spec=NATIVE)
-    for module in world.bench.backbone.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0  # type: ignore[assignment]
-    moved = random_tensors(world.setup.initial, seed=5, scale=0.01)
-    received = {name: t + moved[name] for name, t in world.setup.initial.items()}
-    router = received["router/encoder.block.1.layer.1.mlp.router.classifier.weight"]
-    router[3] = router[2]  # of equals the first is chosen: nothing for the encoder's last expert
-    noise = random_tensors(received, seed=6, scale=0.02)
-    last = {n: 0.3 * t + noise[n] for n, t in received.items() if n.startswith("experts/")}
-    client = world.client("ann", round=2, memory=ClientMemory({f"update/{n}": t for n, t in last.items()}))
-    loaded: list[Tensors] = []
-    ends: list[Tensors] = []
-    load, read = type(client).load, type(client).read
-    monkeypatch.setattr(type(client), "load", lambda self, t, spec: (loaded.append(dict(t)), load(self, t, spec))[1])
-    monkeypatch.setattr(type(client), "read", lambda self: ends.append(read(self)) or dict(ends[-1]))
-    order = Order("fit", "ann", 2, received, NATIVE, Training(steps=9, epochs=1, batch_size=8, lr=1e-2, router_lr=1e-2))
-    answer = FCMoE().local(client, order)
-
-    (start,), (end,) = loaded, ends
-    ours = received | head_start(received, last, 0.5)
-    assert close(start, ours)
-    tokens = counted(world, ours)  # one step: all was counted with the start
-    idle = {unit for unit, n in tokens.items() if n == 0}
-    assert "experts/encoder.block.1.layer.1.mlp.3" in idle
-    assert answer.values == {"activations": {unit: n for unit, n in tokens.items() if n > 0}}
-    difference = {name: end[name] - received[name] for name in received}
-    assert close(answer.send, {name: t for name, t in difference.items() if component(name) not in idle})
-    assert answer.counts == {"examples": 8} | {component(name): 8 for name in answer.send}
-    assert close(answer.keep, {f"update/{n}": t for n, t in difference.items() if n.startswith("experts/")})
-    assert all(answer.keep[f"update/{n}"].any() for n in last if component(n) in idle)  # the way to the start
-    assert answer.metrics["retained_norm"] == pytest.approx(norm({n: ours[n] - received[n] for n in last}), rel=1e-4)
-    assert answer.metrics["update_norm"] == pytest.approx(norm(difference), rel=1e-4)
-
-    merged = FCMoE().merge(State(1, received, NATIVE), [answer])
-    assert [merged.values["log"][name] for name in NORMS] == [answer.metrics[name] for name in NORMS]
-    kept = {n.removeprefix("update/"): t for n, t in answer.keep.items()}
-    home = FCMoE().personal_view(merged, "ann", ClientMemory(answer.keep))
-    assert home.spec == NATIVE
-    assert close(home.tensors, merged.tensors | head_start(merged.tensors, kept, 0.5))
-    away = FCMoE().personal_view(merged, "bob", ClientMemory())  # never asked: the model for everyone
-    assert same(away.tensors, merged.tensors)
-
-
-def lying(client: str, tell: Any) -> Any:
-    """Return what a transport does to replies so that ``client`` states other activations."""
-
-    def change(orders: Any, receipts: list[Any]) -> list[Any]:
-        for receipt in receipts:
-            if receipt.client == client:
-                tensors, header = decode(receipt.path.read_bytes())
-                header["values"]["activations"] = tell(header["values"]["activations"])
-                receipt.path.write_bytes(encode(tensors, header))
-        return receipts
-
-    return change
-
-
-EPOCH = replace(TRAINING, epochs=1, steps=1000)
-
-
-@pytest.mark.parametrize("method", [FCMoE(), FedAvgMoE(FedAvgMoEOptions(weighting="activations"))])
-@pytest.mark.parametrize(
-    ("tell", "reason"),
-    [
-        (lambda found: dict.fromkeys(found, 1 << 39), r"are 549755813888; at most 1 × 512"),
-        (lambda found: {**found, next(iter(found)): -1}, r"are -1, not a number of tokens"),
-    ],
-)
-def test_one_example_cannot_have_the_tokens_of_many(method: Method, tell: Any, reason: str, tmp_path: Path) -> None:
-    """A client with one example that states 2^39 tokens an expert would be the whole mean of every expert."""
-    worlds = [World(tmp_path / name, spec=NATIVE) for name in ("without", "with")]
-    silent = Wire(worlds[0].simulator, lambda orders, receipts: [r for r in receipts if r.client != "dan"])
-    loud = Wire(worlds[1].simulator, lying("dan", tell))
-    states = [
-        world.run(method, rounds=1, training=EPOCH, transport=wire)
-        for world, wire in zip(worlds, (silent, loud), strict=True)
-    ]
-    (why,) = worlds[1].log.read()[-1]["quarantined"].items()
-    assert why[0] == "dan"
-    assert re.search(reason, why[1])
-    assert same(states[0].tensors, states[1].tensors)
-
-
-@pytest.mark.parametrize(
-    ("training", "kind", "rows"),
-    [
-        (Training(steps=3, batch_size=4), "fit", 3 * 4),
-        (Training(steps=3, batch_size=8), "fit", 3 * 5),  # five examples fill no batch of eight
-        (Training(steps=100, batch_size=4, epochs=2), "fit", 2 * 5),
-        (Training(steps=2, batch_size=4, epochs=2), "fit", 2 * 4),
-        (Training(steps=3, batch_size=4), "probe", 5),
-    ],
-)
-def test_the_most_tokens_by_hand(training: Training, kind: Any, rows: int) -> None:
-    """An expert has each of 10 tokens once at most; the experts of one layer each token 8 times at most."""
-    order = Order(kind, "ann", 1, {}, SPEC, training)
-
-    def check(*tokens: int) -> None:
-        active = {f"experts/m.{e}": n for e, n in enumerate(tokens)}
-        check_tokens(order, Reply("ann", {}, {"examples": 5}, values={"activations": active}), 10)
-
-    most = 10 * rows
-    check(most, most)
-    check(*[most] * 8, 0)
-    with pytest.raises(UpdateRejected, match=r"experts/m\.1"):
-        check(most, most + 1)
-    with pytest.raises(UpdateRejected, match=f"experts/m' are {8 * most + 1} in all"):
-        check(*[most] * 8, 1)
-
-
-def test_fedavg_sends_activations_only_where_they_count(tmp_path: Path) -> None:
-    world = World(tmp_path, spec=NATIVE)
-    order = Order("fit", "ann", 1, world.setup.initial, NATIVE, TRAINING)
-    plain = FedAvgMoE().local(world.client("ann"), order)
-    assert plain.values == {}
-    check_reply(plain, FedAvgMoE().expected(order, plain))
-    weighed = FedAvgMoE(FedAvgMoEOptions(weighting="activations"))
-    reply = weighed.local(world.client("ann"), order)
-    assert len(reply.values["activations"]) == 8
-    check_reply(reply, weighed.expected(order, reply))
-    with pytest.raises(UpdateRejected, match="states no 'activations'"):
-        weighed.expected(order, plain)
-    for steps in (0.001, 4.0, None):  # activations are divided by steps: few of them would weigh much
-        metrics = {name: value for name, value in (reply.metrics | {"steps": steps}).items() if value is not None}
-        with pytest.raises(UpdateRejected, match=f"states {steps} steps.*; 3 were asked"):
-            weighed.expected(order, replace(reply, metrics=metrics))
-
-
-@pytest.mark.parametrize("weights", ["sample", "uniform"])
-@pytest.mark.parametrize(
-    ("method", "refused"),
-    [
-        ({"name": "fcmoe"}, "FC-MoE weighs experts by activations × update norm"),
-        ({"name": "fcmoe", "importance": False}, None),
-        ({"name": "fedavg_moe", "weighting": "activations"}, "FedAvg weighs experts by activations × examples"),
-        ({"name": "pfl_moe", "weighting": "activations"}, "PFL-MoE weighs experts by activations × examples"),
-        ({"name": "fedavg_moe"}, None),
-    ],
-)
-def test_weights_that_would_count_for_a_part_only_are_refused(
-    method: dict[str, Any], refused: str | None, weights: str
-) -> None:
-    plain = {"method": method, "server": {"weights": weights}, "data": {"clients": {"ann": "ann.jsonl"}}}
-    if refused is None:
-        parse_config(plain)
-    else:
-        with pytest.raises(ConfigError, match=f"server.weights '{weights}'.*{refused}"):
-            parse_config(plain)
