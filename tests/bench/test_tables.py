@@ -355,9 +355,16 @@ def test_runs_of_one_version_have_no_such_note(tmp_path):
     ],
 )
 def test_test_rows_that_were_left_out_are_noted(tmp_path, counts, noted):
-    runs = [run("fedit", seed, test_rows_too_long=count) for seed, count in zip((42, 43), counts, strict=True)]
-    results = load_results(write(tmp_path, runs))
-    for table in tables_of(results)[:2]:
+    modes = ("top1", "soft")
+    labels = ("fedweave", "fedweave_wo_client_router")
+    runs = [
+        run(label, seed, modes=modes, test_rows_too_long=count)
+        for label in labels
+        for seed, count in zip((42, 43), counts, strict=True)
+    ]
+    shown = tables_of(load_results(write(tmp_path, runs)))
+    assert [table.name for table in shown] == ["table1", "table1_personalised", "table2", "table3", "table4"]
+    for table in shown:
         found = [note for note in table.notes if "left out of a run" in note]
         assert [note.partition(": ")[2] for note in found] == ([noted] if noted else []), table.name
 

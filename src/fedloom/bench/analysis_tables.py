@@ -17,7 +17,7 @@ from fedloom.bench.layout import (
     value,
     words,
 )
-from fedloom.bench.results import ABLATIONS, AXES, MAIN, Cell, Results, Setting, Stat, mixture_notes, per_hundred
+from fedloom.bench.results import ABLATIONS, AXES, MAIN, Cell, Results, Setting, Stat, per_hundred
 from fedloom.bench.significance import Comparisons
 from fedloom.bench.tables import (
     EXPERTS,
@@ -27,6 +27,7 @@ from fedloom.bench.tables import (
     beside,
     capacity_notes,
     mixture,
+    run_notes,
     seed_notes,
 )
 from fedloom.report.wording import number
@@ -79,7 +80,7 @@ def granularity_table(results: Results, comparisons: Comparisons) -> Table | Non
     notes.append(f"Paper, with one expert active: {paper.place(paper.ABLATION)}.")
     shown = (MAIN, *ABLATIONS)
     notes += [*seed_notes(results, settings, shown), *capacity_notes(results, settings, shown)]
-    notes += mixture_notes([cell for s in settings for cell in results.among(s, shown)])
+    notes += run_notes([cell for s in settings for cell in results.among(s, shown)])
     return Table("table2", "Aggregation granularity", columns, rows, notes)
 
 
@@ -130,7 +131,7 @@ def discovery_table(results: Results, comparisons: Comparisons) -> Table | None:
         "Probe: warm-ups, alignment and what is sent for them; embedding the prompts comes before and is not in it.",
         f"Paper: {paper.place(paper.CLUSTERER)}; its k-means stands beside FedWeave.",
         *seed_notes(results, settings, [x for x in results.labels() if results.method(x) == MAIN]),
-        *mixture_notes([cell for s in settings for cell in _discovered(results, s)]),
+        *run_notes([cell for s in settings for cell in _discovered(results, s)]),
     ]
     return Table("table3", "Prototype discovery", columns, rows, notes)
 
@@ -186,7 +187,7 @@ def routing_table(results: Results, comparisons: Comparisons) -> Table | None:
         "Seconds are wall-clock of the whole test set on the machine that ran it; other work there makes them longer.",
         "They do not hold the frozen backbone's pass over each prompt that routing needs: it was made once, before.",
         f"Paper: {paper.place(paper.ROUTING)}; it prints a mean latency without naming its unit of work.",
-        *mixture_notes([cell for setting, label in found for cell in results.of(setting, label)]),
+        *run_notes([cell for setting, label in found for cell in results.of(setting, label)]),
     ]
     return Table("table4", "Sparse and soft routing", columns, rows, notes)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedloom.bench import fcmoe_paper as paper
 from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, ranks, stat, value, words
-from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat, mixture_notes
+from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat
 from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import INTERVALS, MEANS, RANKED, length_notes
+from fedloom.bench.tables import INTERVALS, MEANS, RANKED, run_notes
 from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.report.wording import number
 
@@ -306,8 +306,7 @@ def _retention(results: Results) -> list[str]:
 
 
 def _mixed(results: Results, settings: Sequence[Setting]) -> list[str]:
-    cells = [cell for setting in settings for cell in _cells(results, setting)]
-    return [*length_notes(cells), *mixture_notes(cells)]
+    return run_notes([cell for setting in settings for cell in _cells(results, setting)])
 
 
 def _any(results: Results, setting: Setting, get: Callable[[Cell], float | None]) -> bool:

@@ -101,7 +101,7 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
     notes += [*seed_notes(results, [setting], labels), *capacity_notes(results, [setting], labels)]
     if printed:
         notes.append(f"Paper: {next(iter(paper.MACRO.values())).where}; its other cells are not in the text.")
-    notes += [*length_notes(results.among(setting, labels)), *mixture_notes(results.among(setting, labels))]
+    notes += run_notes(results.among(setting, labels))
     return Table(f"table1{suffix}", f"Global protocol: one model for everyone ({setting.text})", columns, rows, notes)
 
 
@@ -138,8 +138,7 @@ def personalised_table(results: Results, setting: Setting, suffix: str = "") -> 
         "Routing: how the row's models answer; rows with different routings differ in that, too.",
         *seed_notes(results, [setting], labels),
         *capacity_notes(results, [setting], labels),
-        *length_notes(results.among(setting, labels)),
-        *mixture_notes(results.among(setting, labels)),
+        *run_notes(results.among(setting, labels)),
     ]
     columns = [Column("method"), Column("seeds"), Column("client's model"), Column("routing")]
     columns += [Column(head, STAT, group="loss") for head in keys.values()]
@@ -212,6 +211,11 @@ def capacity_notes(results: Results, settings: Sequence[Setting], labels: Sequen
         if any(len(found) > 1 for found in sizes.values()):
             return ["Models of one seed differ in experts × rank, and so in capacity: methods choose how many experts."]
     return []
+
+
+def run_notes(cells: Sequence[Cell]) -> list[str]:
+    """Return what a table of test results says of the runs it comes from: rows left out, versions that differ."""
+    return [*length_notes(cells), *mixture_notes(cells)]
 
 
 def length_notes(cells: Sequence[Cell]) -> list[str]:
