@@ -135,13 +135,23 @@ class ServerConfig(Section):
     conflict: Literal["none", "project"] = "none"
     importance: Literal["samples", "norm"] = "samples"
     optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
-    lr: float = Field(1.0, gt=0)
+    lr: float | None = Field(None, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.99, ge=0, lt=1)
     tau: float = Field(1e-3, gt=0)
 
+    @model_validator(mode="after")
+    def _rate(self) -> ServerConfig:
+        if self.optimizer == "none" and self.lr not in (None, 1.0):
+            raise ValueError("lr is the rate of a server optimizer, and optimizer is none")
+        if self.optimizer in ("fedadam", "fedyogi") and self.lr is None:
+            raise ValueError(
+                f"{self.optimizer} needs lr: each entry moves by about so much a round; near what clients move it"
+            )
+        return self
+
     def ordered(self) -> ServerStep:
-        return ServerStep(**self.model_dump())
+        return ServerStep(**self.model_dump(exclude={"lr"}), lr=1.0 if self.lr is None else self.lr)
 
 
 class PrivacyConfig(Section):
@@ -231,11 +241,20 @@ class Config(RunSections):
         kind = METHODS[self.method.name]
         method = kind(kind.Options(**(self.method.model_extra or {})))
         server = self.server.ordered()
-        if self.training.optimizer_state == "keep" and not method.keeps_moments:
+        redrawn = server.aggregation == "product-svd"
+        if self.training.optimizer_state == "keep" and (redrawn or not method.keeps_moments):
+            who = "server.aggregation product-svd" if redrawn else method.title
             raise ConfigError(
                 f"training.optimizer_state keep lets a client's optimiser go on where its last round ended; with "
-                f"{method.title} a client does not train the same tensors, once, in each round. Use 'reset'."
+                f"{who} a client does not train the same tensors, once, in each round. Use 'reset'."
             )
+        if method.pooled and self.training.epochs and self.federation.participation < 1:
+            raise ConfigError(
+                f"training.epochs makes {method.title} go over everyone's rows each round; with "
+                "federation.participation below 1 a federation goes over a part of them. Give training.steps alone, or "
+                "set participation to 1."
+            )
+        method.check_rounds(self.federation.rounds)
         privacy = None if self.privacy is None else self.privacy.ordered()
         if privacy is not None:
             privacy.check(method, server)

@@ -29,7 +29,7 @@ from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.leaving import leaving_of
-from fedloom.runtime.loop import federate
+from fedloom.runtime.loop import cohort_size, federate
 from fedloom.runtime.memory import Memories, MemoryFolder
 from fedloom.runtime.simulate import Simulator
 from fedloom.types import AdapterSpec, Memory, Plain, Setup, State, View
@@ -96,7 +96,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
         method,
         simulator,
         setup,
-        config.training.ordered(steps_factor=len(data.sizes) if method.pooled else 1),
+        config.training.ordered(cohort_size(len(data.sizes), config.federation.participation) if method.pooled else 1),
         federation_of(config),
         checkpoints,
         log,

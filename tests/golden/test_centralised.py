@@ -6,10 +6,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.config import TrainingConfig
+import pytest
+
+from fedloom.config import TrainingConfig, parse_config
+from fedloom.errors import ConfigError
 from fedloom.methods.centralised import Centralised
 from fedloom.numerics.seeding import generator
 from fedloom.runtime.client import Rows, draw_batches
+from fedloom.runtime.loop import cohort_size, sample_cohort
 from fedloom.workload import POOLED, Data, pool
 from small_world import SPEC, TRAINING, World, client_rows, rows
 from straight_loop import StraightLoop, largest_difference
@@ -28,6 +32,20 @@ def test_pooled_rows_are_all_rows_in_client_order() -> None:
     assert pooled.sizes == {"ann": 8, "bob": 5, "cyd": 2, "dan": 1}  # the clients of the personalised protocol
     steps = TrainingConfig(steps=3).ordered(steps_factor=len(pooled.sizes)).steps
     assert steps == 12
+
+
+def test_a_pass_over_all_rows_is_not_a_pass_over_a_cohorts() -> None:
+    plain = {"method": {"name": "centralised"}, "data": {"clients": {"ann": "ann.jsonl"}}, "training": {"epochs": 1}}
+    parse_config(plain)
+    with pytest.raises(ConfigError, match=r"go over everyone's rows each round.*set participation to 1"):
+        parse_config(plain | {"federation": {"participation": 0.25}})
+
+
+@pytest.mark.parametrize(("clients", "share", "size"), [(20, 0.25, 5), (5, 0.5, 3), (4, 0.1, 1), (7, 1.0, 7)])
+def test_the_size_of_a_cohort(clients: int, share: float, size: int) -> None:
+    """Halves count up; a pooled run takes the steps of so many clients."""
+    assert cohort_size(clients, share) == size
+    assert len(sample_cohort([f"c{i}" for i in range(clients)], share, 42, 1)) == size
 
 
 def test_rounds_are_a_straight_loop_over_all_rows(tmp_path: Path) -> None:

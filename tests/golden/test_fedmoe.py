@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from fedloom.errors import UpdateRejected
+from fedloom.errors import ConfigError, UpdateRejected
 from fedloom.methods.fedmoe import FedMoE, FedMoEOptions
 from fedloom.methods.submodels import adjusted, choose, fewest, neighbours, router_rows, shares_of, similarity, stalled
 from fedloom.runtime.memory import ClientMemory
 from fedloom.runtime.quarantine import check_reply
 from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training
+from small_world import NATIVE, World
 
 SPEC = AdapterSpec((), native="full")
 SHARES = {"a": [0.2, 0.5, 0.3], "b": [0.7, 0.1, 0.2]}
@@ -133,6 +136,19 @@ def test_discovery_fills_the_budget(options: dict[str, Any], budget: int) -> Non
     assert found.values["shares"] == {"bob": {"m": [0.1, 0.6, 0.3]}}
     assert found.values["theta"]["bob"] == pytest.approx({1: 0.6, 2: 0.9, 3: 1.0}[budget])
     assert not FedMoE().admits(found, "ann")
+
+
+@pytest.mark.parametrize("share", [-3.0, 0.0, 7.0])
+def test_a_capacity_is_a_share(share: float) -> None:
+    with pytest.raises(ValidationError, match=r"capacities\.bob"):
+        FedMoEOptions(capacities={"bob": share})
+
+
+def test_a_capacity_for_nobody_is_refused(tmp_path: Path) -> None:
+    setup = World(tmp_path, spec=NATIVE).setup
+    FedMoE(FedMoEOptions(capacities={"bob": 0.5})).init(setup)
+    with pytest.raises(ConfigError, match=r"method\.capacities names 'bbo', .*Did you mean 'bob'"):
+        FedMoE(FedMoEOptions(capacities={"bbo": 0.5})).init(setup)
 
 
 def order(kind: str = "fit") -> Order:

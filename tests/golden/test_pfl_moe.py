@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.errors import AdapterError
+from fedloom.config import Config, parse_config
+from fedloom.errors import AdapterError, ConfigError
 from fedloom.methods.fedavg_moe import FedAvgMoE
 from fedloom.methods.pfl_moe import PFLMoE, PFLMoEOptions
 from fedloom.numerics.init import BIAS, DELTA, GATE, no_difference
@@ -165,6 +166,17 @@ def test_personal_views() -> None:
 def test_rounds_before_the_own_heads(world: World) -> None:
     method = PFLMoE(PFLMoEOptions(after=1))
     assert method.local(world.client("ann"), order_for(world, "ann")).keep == {}
+
+
+def test_rounds_that_leave_none_for_own_heads_are_refused() -> None:
+    def parse(after: int) -> Config:
+        method = {"name": "pfl_moe", "after": after}
+        plain = {"method": method, "federation": {"rounds": 25}, "data": {"clients": {"ann": "ann.jsonl"}}}
+        return parse_config(plain)
+
+    assert parse(24).build_method().options == PFLMoEOptions(after=24)
+    with pytest.raises(ConfigError, match=r"method\.after is 25, so that no round of 25 is left .*Use at most 24"):
+        parse(25)
 
 
 def test_loras_have_no_head() -> None:

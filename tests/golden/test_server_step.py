@@ -155,8 +155,11 @@ def test_a_zero_product_keeps_its_factors() -> None:
 
 
 def numpy_optimizer(kind: str, x: np.ndarray, targets: list[np.ndarray], step: ServerStep) -> np.ndarray:
-    """Follow Reddi et al., Algorithm 2 (and FedAvgM) for the means that the clients would give, one a round."""
-    m, v = np.zeros_like(x), np.zeros_like(x)
+    """Follow Reddi et al., Algorithm 2 (and FedAvgM) for the means that the clients would give, one a round.
+
+    The algorithm asks for v₋₁ ≥ τ².
+    """
+    m, v = np.zeros_like(x), np.full_like(x, step.tau**2)
     for change in targets:
         if kind == "fedavgm":
             m = step.beta1 * m + change
@@ -204,6 +207,17 @@ def test_two_rounds_by_hand() -> None:
             assert state.kept[f"server/v/{name}"].item() == pytest.approx(1.5)
 
 
+def test_the_first_step_by_hand_with_tau() -> None:
+    """β₁ = 0, β₂ = ½, τ = 1, lr = 3, change 7: v = ½·1 + ½·49 = 25, x = 3·7 / (5 + 1); FedYogi: 1 + ½·49 = 25.5."""
+    name = "experts/0/v.lora_A"
+    for kind, v in (("fedadam", 25.0), ("fedyogi", 25.5)):
+        state = State(1, {name: torch.zeros(1, 1)}, METHOD.init(setup_of()).spec)
+        reply = Reply("a", {name: torch.tensor([[7.0]])}, {"examples": 1, "experts/0": 1})
+        moved = server_step(METHOD, state, [reply], ServerStep(optimizer=kind, lr=3.0, beta1=0.0, beta2=0.5, tau=1.0))
+        assert moved.kept[f"server/v/{name}"].item() == pytest.approx(v)
+        assert moved.tensors[name].item() == pytest.approx(21 / (v**0.5 + 1))
+
+
 def test_without_momentum_at_rate_one_fedavgm_is_the_plain_merge() -> None:
     state = started()
     replies = answers(METHOD, state)
@@ -248,11 +262,11 @@ def test_products_and_an_optimiser_exclude_each_other(kind: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{kind} .*product-svd draws new factors.*Use one of the two"):
         ServerStep(aggregation="product-svd", optimizer=kind).check(METHOD)
     with pytest.raises(ConfigError, match="Use one of the two"):
-        config("fedit", aggregation="product-svd", optimizer=kind)
-    assert config("fedit", optimizer=kind).server.optimizer == kind
+        config("fedit", aggregation="product-svd", optimizer=kind, lr=1.0)
+    assert config("fedit", optimizer=kind, lr=0.01).server.optimizer == kind
 
 
-@pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind.averages_factors and not kind.pooled])
+@pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind.averages_factors and not kind.coordinates])
 def test_whoever_averages_factors_can_have_their_products(name: str, tmp_path: Path) -> None:
     """Also a method whose replies hold more than factors."""
     state = World(tmp_path).run(METHODS[name](), rounds=1, server=ServerStep(aggregation="product-svd"))
@@ -261,3 +275,51 @@ def test_whoever_averages_factors_can_have_their_products(name: str, tmp_path: P
     for tensor in A:  # the rows of V are orthonormal
         gram = tensor.double() @ tensor.double().T
         torch.testing.assert_close(gram, torch.eye(len(tensor)).double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fedavgm", "fedadam", "fedyogi"])
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("flexlora", "each round draws new factors"),
+        ("fedex_lora", "base and factors make the mean together only"),
+        ("fedmoe", "rows of a router whose expert nobody trained"),
+        ("fedalt", "no client goes on from an average"),
+        ("local", "nothing is averaged"),
+    ],
+)
+def test_an_optimiser_that_would_break_a_method_or_do_nothing_is_refused(method: str, why: str, kind: Any) -> None:
+    with pytest.raises(ConfigError, match=f"server.optimizer {kind} .*{METHODS[method].title} {why}"):
+        config(method, optimizer=kind, lr=0.01)
+
+
+@pytest.mark.parametrize("weights", ["sample", "uniform"])
+@pytest.mark.parametrize(("method", "why"), [("fedalt", "all others alike"), ("local", "nothing is averaged")])
+def test_weights_that_would_change_nothing_are_refused(method: str, why: str, weights: str) -> None:
+    with pytest.raises(ConfigError, match=f"server.weights '{weights}' .*{why}"):
+        config(method, weights=weights)
+
+
+def test_products_would_turn_what_scaffold_keeps() -> None:
+    with pytest.raises(ConfigError, match="SCAFFOLD keeps control variates in the coordinates of the old ones"):
+        config("scaffold", aggregation="product-svd")
+
+
+@pytest.mark.parametrize(
+    ("method", "server", "who"),
+    [("fedit", {"aggregation": "product-svd"}, "product-svd"), ("rolora", {}, "RoLoRA"), ("flexlora", {}, "FlexLoRA")],
+)
+def test_moments_of_factors_that_are_drawn_anew_or_rest_are_not_kept(method: str, server: Any, who: str) -> None:
+    plain = {"method": {"name": method}, "data": {"clients": {"a": "a.jsonl"}}, "server": server}
+    parse_config(plain)
+    with pytest.raises(ConfigError, match=f"optimizer_state keep .*{who} a client does not train the same tensors"):
+        parse_config(plain | {"training": {"optimizer_state": "keep"}})
+
+
+def test_adaptive_optimisers_need_a_rate_and_no_optimiser_has_one() -> None:
+    assert config("fedit", optimizer="fedavgm").server.ordered().lr == 1.0
+    for kind in ("fedadam", "fedyogi"):
+        with pytest.raises(ConfigError, match=f"{kind} needs lr: each entry moves by about so much a round"):
+            config("fedit", optimizer=kind)
+    with pytest.raises(ConfigError, match="lr is the rate of a server optimizer, and optimizer is none"):
+        config("fedit", lr=0.1)

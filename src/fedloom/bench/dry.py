@@ -24,6 +24,7 @@ from fedloom.methods.base import Method
 from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.methods.pfl_moe import PFLMoEOptions
 from fedloom.methods.prototypes import ExpertOptions
+from fedloom.runtime.loop import cohort_size
 from fedloom.types import AdapterSpec, component
 
 #: Assumed, and said so beside the figures: what a data-centre GPU sustains on these small batches, in FLOP/s.
@@ -96,7 +97,7 @@ def forecast(cell: Cell) -> Forecast:
     frozen = whole - sent.trained if adapter.native == "full" else whole
     still = 0 if adapter.native == "full" else whole  # what no client trains
     rounds, training = config.federation.rounds, config.training
-    cohort = max(1, round(clients * config.federation.participation))
+    cohort = cohort_size(clients, config.federation.participation)
     examples, warm = _examples(config, cohort), method.options
     buckets = most_buckets(method) if isinstance(warm, ExpertOptions) else 0
     probed = clients * buckets * warm.warmup_steps * warm.warmup_batch if isinstance(warm, ExpertOptions) else 0

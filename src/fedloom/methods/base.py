@@ -42,8 +42,11 @@ class Method:
         local_only: what never leaves a client.
         exact: whether the average is that of the dense updates.
         default_rank: LoRA rank, of each expert.
-        weights: whether the paper weighs clients by examples or all alike.
+        weights: how clients weigh where ``server.weights`` does not say: by examples or all alike.
+        unweighed: why ``server.weights`` cannot say it, if so; see ``weights_refused``.
         averages_factors: both factors of a LoRA are averaged, so the mean of their products can be taken instead.
+        coordinates: what the method keeps from round to round in the coordinates of these factors, if anything.
+        optimizer_refused: why no server optimiser can take what it merges for a step, if so.
         has_probe: clients are asked once before round 1.
         pooled: all rows are trained in one place, as one client (no federation at all).
         global_model: there is one model for everyone, which the global protocol measures.
@@ -62,7 +65,10 @@ class Method:
     exact: ClassVar[str] = ""
     default_rank: ClassVar[int] = 32
     weights: ClassVar[Literal["sample", "uniform"]] = "sample"
+    unweighed: ClassVar[str] = ""
     averages_factors: ClassVar[bool] = False
+    coordinates: ClassVar[str] = ""
+    optimizer_refused: ClassVar[str] = ""
     has_probe: ClassVar[bool] = False
     pooled: ClassVar[bool] = False
     global_model: ClassVar[bool] = True
@@ -200,9 +206,16 @@ class Method:
             UpdateRejected: it cannot be.
         """
 
-    def weighs(self) -> str | None:
-        """Return by what updates are weighed in place of counts, so that ``server.weights`` cannot say it, if so."""
-        return None
+    def weights_refused(self) -> str:
+        """Return why ``server.weights`` cannot say how clients weigh, if so: counts are not what updates weigh."""
+        return self.unweighed
+
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse a number of rounds after which nothing of the method would have happened.
+
+        Raises:
+            ConfigError: naming the option that says so.
+        """
 
     def tells(self) -> str | None:
         """Return what tells of a client's rows though ``countless`` and noise are applied, if anything does."""

@@ -1,7 +1,7 @@
 """Centralised: all rows in one place, the upper end of every table.
 
 Differs from FedAvg: there is one client that holds everyone's rows. It takes as many optimiser steps per round, at the
-same batch size, as all clients of a federation take together.
+same batch size, as the clients of a round of a federation take together.
 """
 
 from __future__ import annotations

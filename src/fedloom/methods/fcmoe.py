@@ -108,8 +108,9 @@ class FCMoE(Method):
             weights |= {unit: active[unit] * norm(update) for unit, update in experts_of(reply.send).items()}
         return weights
 
-    def weighs(self) -> str | None:
-        return "activations × update norm" if self.options.importance else None
+    def weights_refused(self) -> str:
+        by = f"{self.title} weighs experts by activations × update norm: only the rest would change"
+        return by if self.options.importance else ""
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with the start of the next round (part 3)."""

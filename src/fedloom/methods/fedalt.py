@@ -40,6 +40,8 @@ class FedALT(Method):
     exact = "no: mean(B)·mean(A) ≠ mean(B·A) in the rest-of-world LoRA"
     default_rank = 16
     weights = "uniform"
+    unweighed = "FedALT's clients get the mean of all others alike"
+    optimizer_refused = "no client goes on from an average"
     global_model = False
     personal = True
 

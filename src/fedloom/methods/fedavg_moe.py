@@ -65,8 +65,9 @@ class FedAvgMoE(Method):
             return float(reply.counts[unit])
         return (reply.values["activations"][unit] / reply.metrics["steps"]) ** self.options.power * reply.counts[unit]
 
-    def weighs(self) -> str | None:
-        return "activations × examples" if self.options.weighting == "activations" else None
+    def weights_refused(self) -> str:
+        weighted = self.options.weighting == "activations"
+        return f"{self.title} weighs experts by activations × examples: only the rest would change" if weighted else ""
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         schema = super().expected(order, reply)

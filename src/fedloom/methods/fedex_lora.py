@@ -24,6 +24,7 @@ class FedExLoRA(Method):
     paper = "arXiv 2410.09432"
     aggregated = "A and B of one LoRA, by sample count; the residual of their product into the frozen base"
     exact = "yes: base and B̄ Ā together move by Σ p_k s B_k A_k"
+    optimizer_refused = "base and factors make the mean together only, and would be moved apart"
 
     def init(self, setup: Setup) -> State:
         """Start from one LoRA and no residual."""

@@ -11,16 +11,17 @@ term that balances experts, as theirs has.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 from pydantic import Field
 
-from fedloom.errors import UpdateRejected
+from fedloom.errors import ConfigError, UpdateRejected, nearest
 from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema
-from fedloom.methods.submodels import adjusted, choose, router_rows, shares_of, stalled
+from fedloom.methods.submodels import adjusted, choose, parts, shares_of, stalled, with_parts
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import subtract
-from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, View, component
+from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, Setup, State, View, component
 
 
 class FedMoEOptions(MethodOptions):
@@ -31,7 +32,7 @@ class FedMoEOptions(MethodOptions):
     """
 
     capacity: float = Field(0.5, gt=0, le=1)
-    capacities: dict[str, float] = Field(default_factory=dict)
+    capacities: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     patience: int = Field(3, ge=0)
     neighbours: int = Field(3, ge=1)
 
@@ -44,11 +45,19 @@ class FedMoE(Method):
     has_probe = True
     native = True
     submodels = True
+    optimizer_refused = "rows of a router whose expert nobody trained would move on"
     personal = True
     keeps_moments = False
     Options = FedMoEOptions
     options: FedMoEOptions
     plausible = bounded_by_tokens
+
+    def init(self, setup: Setup) -> State:
+        """Start from the model; ``capacities`` are of clients that there are."""
+        if unknown := sorted(self.options.capacities.keys() - set(setup.clients)):
+            near = nearest(unknown[0], setup.clients)
+            raise ConfigError(f"method.capacities names {unknown[0]!r}, who is no client of this run.{near}")
+        return super().init(setup)
 
     # Stage 1, once.
 
@@ -95,21 +104,11 @@ class FedMoE(Method):
         for reply in replies:
             held = {component(name) for name in reply.send if name.startswith("experts/")}
             for name, update in reply.send.items():
-                if not name.startswith("router/"):
-                    means.add(name, update, reply.counts[component(name)])
-                    continue
-                for row in router_rows(name, held):
-                    means.add(f"{name}#{row}", update[row], reply.counts["router"])
+                for part, value in parts(name, update, held):
+                    means.add(part, value, reply.counts[component(name)])
             losses[reply.client] = reply.metrics["loss"]
             shares[reply.client] = shares_of(dict.fromkeys(experts_in(state), 0) | reply.values["activations"])
-        tensors = dict(state.tensors)
-        for name, update in means.mean().items():
-            whole, _, place = name.partition("#")
-            if place:
-                tensors[whole] = tensors[whole].clone()
-                tensors[whole][int(place)] += update
-            else:
-                tensors[name] = tensors[name] + update
+        tensors = with_parts(state.tensors, means.mean())
         return self.adjust(replace(state, tensors=tensors, values=state.values | {"shares": shares}), losses)
 
     def adjust(self, state: State, losses: dict[str, float]) -> State:

@@ -31,6 +31,7 @@ class FlexLoRA(Method):
     paper = "arXiv 2402.11505"
     aggregated = "the product s_k B_k A_k of each client, by sample count; its SVD is cut to each client's rank"
     exact = "up to the SVD's cut: of all matrices of the largest rank the nearest to mean(B·A)"
+    optimizer_refused = "each round draws new factors, and the way to them from the old ones is none"
     keeps_moments = False
     Options = FlexLoRAOptions
     options: FlexLoRAOptions

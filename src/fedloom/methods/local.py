@@ -16,6 +16,8 @@ class Local(Method):
     aggregated = "nothing"
     local_only = "the whole adapter"
     exact = "nothing is averaged"
+    unweighed = "with Local nothing is averaged"
+    optimizer_refused = "nothing is averaged"
     global_model = False
     personal = True
 

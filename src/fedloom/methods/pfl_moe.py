@@ -9,8 +9,7 @@ frozen, and then the gate g = σ(w·φ(x) + b) is trained on the rest with both 
 Differs from the paper, whose models classify images: h is the output layer over the vocabulary, φ the decoder's last
 state at each token to be written, which is also the gate's input (the paper's MFE gates on raw input). Heads and gates
 are trained on what a client receives, in every round after ``after``, not once after the last, and by AdamW: so the
-last ones are trained on the model before the last average and measured on the one after it. The paper averages clients
-uniformly; here they weigh by samples.
+last ones are trained on the model before the last average and measured on the one after it.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
+from fedloom.errors import ConfigError
 from fedloom.methods.base import Effort
 from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
 from fedloom.numerics.init import BIAS, DELTA, GATE, no_difference
@@ -32,8 +32,9 @@ OWN_ALONE = torch.tensor([-100.0])
 
 
 class PFLMoEOptions(FedAvgMoEOptions):
-    """``after``: rounds of plain FedAvg first (the paper: all). ``head_epochs``, ``gate_epochs``: passes over the rows
-    of each, every time (the paper: 200). ``gate_every``: one row in so many is the gate's."""
+    """``after``: rounds of plain FedAvg first (the paper: all; here at least one more follows). ``head_epochs``,
+    ``gate_epochs``: passes over the rows of each, every time (the paper: 200). ``gate_every``: one row in so many is
+    the gate's."""
 
     after: int = Field(0, ge=0)
     head_epochs: int = Field(1, ge=1)
@@ -45,6 +46,8 @@ class PFLMoE(FedAvgMoE):
     title = "PFL-MoE"
     paper = "arXiv 2012.15589"
     local_only = "a head of the client's own and the gate between both heads"
+    aggregated = "everything, all clients alike"
+    weights = "uniform"
     personal = True
     keeps_moments = False
     Options = PFLMoEOptions
@@ -81,6 +84,13 @@ class PFLMoE(FedAvgMoE):
     def effort(self, order: Order, size: int) -> Effort:
         own = self.options.head_epochs + self.options.gate_epochs if order.round > self.options.after else 0
         return Effort(self.local_steps(order) + own * math.ceil(size / order.training.batch_size))
+
+    def check_rounds(self, rounds: int) -> None:
+        if self.options.after >= rounds > 0:
+            raise ConfigError(
+                f"method.after is {self.options.after}, so that no round of {rounds} is left to train heads and gates "
+                f"in. Use at most {rounds - 1}."
+            )
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:
         """Answer at home with both heads; a client that never trained its own has the global one."""

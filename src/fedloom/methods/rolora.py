@@ -19,6 +19,7 @@ class RoLoRA(Method):
     aggregated = "B in odd rounds, A in even ones, by sample count"
     exact = "yes: the other factor is common"
     summed = True
+    keeps_moments = False
 
     def trains(self, name: str, order: Order) -> bool:
         return not name.endswith(".lora_A" if order.round % 2 else ".lora_B")

@@ -29,6 +29,7 @@ class Scaffold(Method):
     exact = "no: mean(B)·mean(A) ≠ mean(B·A)"
     weights = "uniform"
     averages_factors = True
+    coordinates = "control variates"
 
     def init(self, setup: Setup) -> State:
         """Start all control variates at zero; c needs N, the number of all clients."""

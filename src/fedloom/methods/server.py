@@ -29,13 +29,13 @@ class ServerStep:
     """How the server turns replies into the next state.
 
     Attributes:
-        weights: ``method`` (what its paper says), ``sample`` or ``uniform``.
+        weights: ``method`` (its own default), ``sample`` or ``uniform``.
         aggregation: ``factors`` averages A and B as the method does; ``product-svd`` averages each expert's B·A and
             takes the best approximation of the same rank, which removes the bias of averaging factors.
         conflict: ``project`` takes off an expert's updates what opposes their weighted mean.
         importance: ``norm`` weighs an update of an expert by its examples × its norm: gates are not counted here.
         optimizer: ``none`` takes the merged tensors; the others see merged − previous as the gradient to ascend.
-        lr: server learning rate of the optimiser.
+        lr: server learning rate of the optimiser. FedAdam and FedYogi move each entry by about so much a round.
         beta1: momentum.
         beta2: decay of the second moment.
         tau: added to its root.
@@ -61,15 +61,22 @@ class ServerStep:
         Raises:
             ConfigError: naming both sides.
         """
-        if self.weights != "method" and (by := method.weighs()) is not None:
+        if self.weights != "method" and (why := method.weights_refused()):
+            raise ConfigError(f"server.weights {self.weights!r} says how clients weigh; {why}. Leave it at 'method'.")
+        if self.optimizer != "none" and (why := method.optimizer_refused):
             raise ConfigError(
-                f"server.weights {self.weights!r} says how examples count; {method.title} weighs experts by {by}: only "
-                "the rest would change. Leave it at 'method'."
+                f"server.optimizer {self.optimizer} takes what the average moved for a gradient; with {method.title} "
+                f"{why}. Leave it at 'none'."
             )
         if self.aggregation == "product-svd" and not method.averages_factors:
             raise ConfigError(
                 "server.aggregation product-svd averages B·A where a method averages both factors; "
                 f"{method.title} does not, so there is nothing to correct. Leave it at 'factors'."
+            )
+        if self.aggregation == "product-svd" and (kept := method.coordinates):
+            raise ConfigError(
+                f"server.aggregation product-svd draws new factors each round; {method.title} keeps {kept} in the "
+                "coordinates of the old ones. Leave it at 'factors'."
             )
         if (self.conflict, self.importance) != ("none", "samples") and type(method).merge is not Method.merge:
             raise ConfigError(
@@ -168,7 +175,8 @@ def mean_products(state: State, replies: Replies) -> Tensors:
 def optimize(state: State, merged: State, step: ServerStep) -> State:
     """Take one step of the server optimiser from ``state`` along merged − state; tensors that did not move stay.
 
-    Moments start at zero, without bias correction, as in the papers; they live in ``State.kept``.
+    First moments start at zero, second ones at τ² (Reddi et al., Algorithm 2: v₋₁ ≥ τ²), without bias correction; they
+    live in ``State.kept``.
     """
     tensors, kept = dict(merged.tensors), dict(merged.kept)
     for name, before in state.tensors.items():
@@ -176,7 +184,7 @@ def optimize(state: State, merged: State, step: ServerStep) -> State:
             continue
         change = merged.tensors[name] - before
         first = kept.get(f"server/m/{name}", torch.zeros_like(before))
-        second = kept.get(f"server/v/{name}", torch.zeros_like(before))
+        second = kept.get(f"server/v/{name}", torch.full_like(before, step.tau**2))
         if step.optimizer == "fedavgm":
             kept[f"server/m/{name}"] = first = step.beta1 * first + change
             tensors[name] = before + step.lr * first

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+
+import torch
+
+from fedloom.types import Tensors
 
 Shares = dict[str, list[float]]
 
@@ -113,3 +117,22 @@ def stalled(history: Sequence[float], patience: int) -> bool:
 def router_rows(name: str, units: Collection[str]) -> list[int]:
     """Return the rows of a router's parameter, ``router/<path>.…`` (E, …), that belong to the experts ``units``."""
     return sorted(split(unit)[1] for unit in units if name.startswith(f"router/{split(unit)[0]}."))
+
+
+def parts(name: str, update: torch.Tensor, units: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what of a sent update is averaged by itself: of a router's (E, …) the rows of ``units``, all else whole."""
+    if name.startswith("router/"):
+        yield from ((f"{name}#{row}", update[row]) for row in router_rows(name, units))
+    else:
+        yield name, update
+
+
+def with_parts(tensors: Tensors, means: Tensors) -> Tensors:
+    """Return ``tensors`` with the mean updates of ``parts`` added."""
+    found = dict(tensors)
+    for part, update in means.items():
+        name, _, row = part.partition("#")
+        moved = found[name].clone()
+        (moved[int(row)] if row else moved).add_(update)
+        found[name] = moved
+    return found

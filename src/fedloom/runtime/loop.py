@@ -172,9 +172,14 @@ def draw(clients: Sequence[str], federation: Federation, seed: int, round: int) 
     return sample_cohort(clients, federation.participation, seed, round)
 
 
+def cohort_size(clients: int, participation: float) -> int:
+    """Return how many of so many clients take part in a round: at least one; halves count up."""
+    return max(1, int(participation * clients + 0.5))
+
+
 def sample_cohort(clients: Sequence[str], participation: float, seed: int, round: int) -> list[str]:
     """Draw ``participation`` of the clients (at least one) without replacement, in name order."""
-    count = max(1, int(participation * len(clients) + 0.5))
+    count = cohort_size(len(clients), participation)
     if count >= len(clients):
         return list(clients)
     chosen = numpy_generator(seed, "cohort", round).choice(len(clients), size=count, replace=False)
