@@ -135,23 +135,23 @@ class ServerConfig(Section):
     conflict: Literal["none", "project"] = "none"
     importance: Literal["samples", "norm"] = "samples"
     optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
-    lr: float | None = Field(None, gt=0)
+    lr: float = Field(1.0, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.99, ge=0, lt=1)
     tau: float = Field(1e-3, gt=0)
 
     @model_validator(mode="after")
     def _rate(self) -> ServerConfig:
-        if self.optimizer == "none" and self.lr not in (None, 1.0):
+        if self.optimizer == "none" and self.lr != 1.0:
             raise ValueError("lr is the rate of a server optimizer, and optimizer is none")
-        if self.optimizer in ("fedadam", "fedyogi") and self.lr is None:
+        if self.optimizer in ("fedadam", "fedyogi") and "lr" not in self.model_fields_set:
             raise ValueError(
                 f"{self.optimizer} needs lr: each entry moves by about so much a round; near what clients move it"
             )
         return self
 
     def ordered(self) -> ServerStep:
-        return ServerStep(**self.model_dump(exclude={"lr"}), lr=1.0 if self.lr is None else self.lr)
+        return ServerStep(**self.model_dump())
 
 
 class PrivacyConfig(Section):
