@@ -128,14 +128,43 @@ COMPUTING = (
     "scale_attn_by_inverse_layer_idx",
 )
 
+#: The same of models with experts of their own: how these are chosen and weighed, and what Switch Transformers calls
+#: its own way. Hashed only where set, so that other models keep their hash.
+COMPUTING_EXPERTS = (
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "rope_interleave",
+    "clip_qkv",
+    "expert_capacity",
+    "router_dtype",
+    "decoder_start_token_id",
+    "dense_act_fn",
+    "num_heads",
+    "d_kv",
+    "relative_attention_max_distance",
+)
+
 
 def parameter_hash(model: nn.Module) -> str:
-    """Return sha256 over what the model computes: ``COMPUTING`` fields, and each parameter's name, dtype and bytes."""
+    """Return sha256 over what the model computes.
+
+    That is ``COMPUTING`` and ``COMPUTING_EXPERTS`` fields, and name, dtype, shape and bytes of each parameter and of
+    each buffer that is saved with them (DeepSeek-V3's bias on the choice of experts).
+    """
     digest = hashlib.sha256()
     config = model.config.to_dict()  # type: ignore[operator, union-attr]
-    digest.update(json.dumps({key: config[key] for key in COMPUTING if key in config}, sort_keys=True).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        value = parameter.detach().cpu().contiguous()
+    fields = {key: config[key] for key in COMPUTING if key in config}
+    fields |= {key: config[key] for key in COMPUTING_EXPERTS if config.get(key) is not None}
+    digest.update(json.dumps(fields, sort_keys=True).encode())
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    for name, tensor in sorted((dict(model.named_parameters()) | buffers).items()):
+        value = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
         digest.update(value.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
