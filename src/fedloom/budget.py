@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from fedloom.adapters.inject import DEFAULT_TARGETS, default_targets, target_modules
 from fedloom.adapters.native import ROUTERS, find_native
+from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.adapters.state import expected_shapes
+from fedloom.config import explained
 from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
+from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.methods.prototypes import ExpertOptions
 from fedloom.types import AdapterSpec, Order, Setup, State, Training, component
 
@@ -133,7 +137,16 @@ class Payload:
     down: int
 
 
-def budget(backbone: str, method: str, experts: int, rank: int | None = None) -> Budget:
+def budget(
+    backbone: str,
+    method: str,
+    experts: int,
+    rank: int | None = None,
+    *,
+    targets: Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    native: str = "full",
+) -> Budget:
     """Count parameters on the meta device.
 
     Args:
@@ -141,9 +154,13 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
         method: a registered method.
         experts: number of experts, for methods that have more than one.
         rank: rank per expert; default the method's own.
+        targets: suffixes of the adapted modules; default the architecture's.
+        options: the method's own options; default its defaults.
+        native: how a backbone's own experts are trained, for methods that do: ``full`` or ``lora``.
 
     Raises:
-        ConfigError: an unknown method or backbone.
+        ConfigError: an unknown method or backbone, or options that the method does not have.
+        AdapterError: a target matches nothing.
     """
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}.{nearest(method, METHODS)}")
@@ -151,17 +168,20 @@ def budget(backbone: str, method: str, experts: int, rank: int | None = None) ->
         raise ConfigError(f"--experts is {experts}; it must be at least 1.")
     config, model = architecture(backbone)
     kind = METHODS[method]
+    try:
+        found = kind(kind.Options(**(options or {})))
+    except ValidationError as error:
+        raise explained(error, kind.Options, ("method",), method) from error
     if kind.native:
-        return _native_budget(backbone, method, model)
-    if config.model_type in ROUTERS and config.model_type not in DEFAULT_TARGETS:
+        return _native_budget(backbone, method, found, model, (rank or kind.default_rank) if native == "lora" else 0)
+    if not targets and config.model_type in ROUTERS and config.model_type not in DEFAULT_TARGETS:
         raise ConfigError(
             f"{kind.title} trains LoRA experts, and no default targets are known for {config.model_type!r} models. "
             "This backbone has experts of its own: count with --method fcmoe, or another method for native experts."
         )
-    targets = default_targets(config)
-    shapes = target_modules(model, targets)
-    plain = AdapterSpec(targets, rank or kind.default_rank)
-    found = kind()
+    chosen = tuple(targets or default_targets(config))
+    shapes = target_modules(model, chosen)
+    plain = AdapterSpec(chosen, rank or kind.default_rank)
     spec = found.deployed(plain, experts)
     sizes = {n: torch.Size(s).numel() for n, s in expected_shapes(spec, shapes, config.hidden_size).items()}
     lora = sum(n for name, n in sizes.items() if name.startswith("experts/"))
@@ -247,29 +267,48 @@ def most_buckets(method: Method) -> int:
     return int(getattr(method.options, "max_buckets", 1))
 
 
-def _native_budget(backbone: str, method: str, model: Any) -> Budget:
-    """Count a model whose own experts are trained, with everything around them."""
+def held(method: Method, sizes: Mapping[str, int]) -> int:
+    """Return how many of a native model's trained values, name → number, one client holds, at most."""
+    experts: dict[str, int] = {}
+    for name, size in sizes.items():
+        if name.startswith("experts/"):
+            experts[component(name)] = experts.get(component(name), 0) + size
+    count = len(experts)
+    if isinstance(options := method.options, FedMoEOptions):
+        capacity = max([options.capacity, *options.capacities.values()])
+        layers = {unit.rpartition(".")[0] for unit in experts}  # each keeps one
+        count = max(len(layers), int(capacity * len(experts) + 1e-9))
+    shared = sum(sizes.values()) - sum(experts.values())
+    return shared + sum(sorted(experts.values(), reverse=True)[:count])
+
+
+def _native_budget(backbone: str, name: str, method: Method, model: Any, rank: int) -> Budget:
+    """Count a model whose own experts are trained, with everything around them, or by a LoRA of ``rank`` on each."""
     try:
         native = find_native(model)
     except AdapterError as error:
-        raise ConfigError(f"{METHODS[method].title} trains a model's own experts. {error}") from error
-    sizes = {name: slot.value.numel() for name, slot in native.slots().items()}
+        raise ConfigError(f"{method.title} trains a model's own experts. {error}") from error
+    layer, whole = native.layers[0].experts, sum(p.numel() for p in model.parameters())
+    with torch.device("meta"):
+        slots = graft_expert_lora(model, rank, 1.0).slots() if rank else native.slots()
+    sizes = {name: slot.value.numel() for name, slot in slots.items()}
+    client = held(method, sizes)
     experts = sum(n for name, n in sizes.items() if name.startswith("experts/"))
     total = sum(sizes.values())
     return Budget(
         backbone=backbone,
-        method=method,
-        experts=native.layers[0].experts,
-        rank=0,
-        backbone_parameters=sum(p.numel() for p in model.parameters()),
+        method=name,
+        experts=layer,
+        rank=rank,
+        backbone_parameters=whole,
         lora=experts,
         router=total - experts,
         total=total,
         signature=0,
         probe=0,
-        trained=total,
-        up=total,
-        down=total,
+        trained=client,
+        up=client,
+        down=client,
     )
 
 

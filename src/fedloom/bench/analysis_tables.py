@@ -30,7 +30,7 @@ from fedloom.bench.tables import (
     run_notes,
     seed_notes,
 )
-from fedloom.report.wording import number
+from fedloom.report.wording import listed, number
 
 
 def analysis_tables(results: Results, comparisons: Comparisons) -> list[Table]:
@@ -90,6 +90,12 @@ def discovery_table(results: Results, comparisons: Comparisons) -> Table | None:
     if not settings:
         return None
     pairs = [(level, metric) for level in ("local", "global") for metric in ("purity", "nmi", "ari")]
+    shown = [cell for s in settings for cell in _discovered(results, s)]
+    times = {
+        key: head
+        for key, head in PROBE_TIMES.items()
+        if key == "probe_seconds" or any(c.get("costs", key) is not None for c in shown)
+    }
     columns = [
         *_setting_columns(settings),
         Column("method"),
@@ -100,7 +106,7 @@ def discovery_table(results: Results, comparisons: Comparisons) -> Table | None:
         Column("loss", STAT, group="macro"),
         Column("score", DIFFERENCE, group="minus FedWeave:"),
         Column("loss", DIFFERENCE, group="minus FedWeave:"),
-        Column("probe, s", STAT),
+        *(Column(head, STAT) for head in times.values()),
         Column("global purity", group=f"paper, {paper.LLAMA}:"),
         Column("score", group=f"paper, {paper.LLAMA}:"),
     ]
@@ -120,7 +126,7 @@ def discovery_table(results: Results, comparisons: Comparisons) -> Table | None:
                     score,
                     loss,
                     *_against(comparisons, setting, label, MAIN),
-                    stat(Stat.of(c.get("costs", "probe_seconds") for c in cells), len(cells), _two),
+                    *(stat(Stat.of(c.get("costs", key) for c in cells), len(cells), _two) for key in times),
                     *(beside(paper.CLUSTERER.get((clusterer, what)), setting) for what in ("purity", "score")),
                 ]
             )
@@ -128,12 +134,43 @@ def discovery_table(results: Results, comparisons: Comparisons) -> Table | None:
         MEANS,
         INTERVALS,
         "Task labels serve here only, to check what was found without. Local: buckets in a client; global: experts.",
-        "Probe: warm-ups, alignment and what is sent for them; embedding the prompts comes before and is not in it.",
+        *_time_notes(shown),
         f"Paper: {paper.place(paper.CLUSTERER)}; its k-means stands beside FedWeave.",
         *seed_notes(results, settings, [x for x in results.labels() if results.method(x) == MAIN]),
-        *run_notes([cell for s in settings for cell in _discovered(results, s)]),
+        *run_notes(shown),
     ]
     return Table("table3", "Prototype discovery", columns, rows, notes)
+
+
+#: What discovery took, by its key in a record's costs; columns that no record fills are left out.
+PROBE_TIMES = {
+    "probe_seconds": "probe, s",
+    "cluster_seconds": "clustering, s",
+    "probe_server_seconds": "alignment, s",
+}
+
+
+def _time_notes(cells: Sequence[Cell]) -> list[str]:
+    """Say what each of the times holds, and what no run or not every one measured."""
+    said = {
+        "cluster_seconds": "Clustering: finding one client's buckets, mean over clients; a part of the probe.",
+        "probe_server_seconds": "Alignment: what the server makes of all replies, after the probe.",
+    }
+    known = {key: sum(cell.get("costs", key) is not None for cell in cells) for key in said}
+    missing = {
+        "cluster_seconds": "clustering apart",
+        "probe_server_seconds": "the server's alignment, which is not in it",
+    }
+    lacking = [what for key, what in missing.items() if not known[key]]
+    notes = [
+        "Probe: buckets, warm-ups and what is sent for them, of all clients one after another. Embedding the prompts "
+        "comes before and is not in it." + (f" These runs did not measure {listed(lacking)}." if lacking else "")
+    ]
+    for key, what in said.items():
+        if known[key]:
+            some = f" Known of {known[key]} of {len(cells)} runs." if known[key] < len(cells) else ""
+            notes.append(what + some)
+    return notes
 
 
 def routing_table(results: Results, comparisons: Comparisons) -> Table | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from fedloom.bench import paper
 from fedloom.bench.layout import STAT, Column, Entry, Table, stat, value, words
@@ -54,22 +56,34 @@ def budget_table(results: Results) -> Table:
         "additions to the weights (FLoRA, FedEx-LoRA) go down, frozen factors too.",
         "A signature is the B factors of one warm-up, of each bucket, once. A goes with it: experts start from both.",
     ]
+    bare, partial = False, dict[str, None]()
+    for backbone in backbones:
+        for method in (name for name in names if name in METHODS and (name not in native or backbone in own)):
+            runs = [c for c in results.cells if _short(c.setting.backbone) == backbone and c.record["method"] == method]
+            bare = bare or not runs
+            groups = budgets_of(backbone, method, runs)
+            for found, cells in groups.items():
+                if isinstance(found, str):
+                    notes.append(found)
+                    continue
+                title = METHODS[method].title
+                if len(groups) > 1:
+                    title = listed(list(dict.fromkeys(str(cell.record["title"]) for cell in cells)))
+                counts = Stat.of(c.get("experts") for c in cells if method not in native)
+                rows.append(_budget_row(found, title, counts))
+                if method in native and found.trained < found.total:
+                    partial[title] = None
+    notes += _default_notes(results.cells, bare)
     if native:
         titles = listed([METHODS[name].title for name in native])
         notes.append(
             f"{titles}: counted as the whole backbone, trained without LoRA (rank 0). Its own experts, of all mixture "
             "layers, stand in the column LoRA, all else under routers and other."
         )
-    for backbone in backbones:
-        for method in (name for name in names if name in METHODS and (name not in native or backbone in own)):
-            runs = [c for c in results.cells if _short(c.setting.backbone) == backbone and c.record["method"] == method]
-            counts = Stat.of(c.get("experts") for c in runs if method not in native)
-            most = EXPERTS if backbone in NAMED else int(max(counts.values, default=EXPERTS))
-            found = _budget(backbone, method, most)
-            if isinstance(found, Budget):
-                rows.append(_budget_row(found, counts))
-            else:
-                notes.append(found)
+        if any(_asked(cell)["native"] == "lora" for cell in results.cells):
+            notes.append("Where the rank is not 0, a LoRA on each of these experts is trained instead, nothing else.")
+    if partial:
+        notes.append(f"A client of {listed(list(partial))} gets, trains and sends a part of the experts only.")
     if unknown:
         notes.append(f"Not counted, for they are no registered method: {listed(unknown)}.")
     notes.append(f"Paper: {paper.place(paper.BUDGET)}, as it rounds them.")
@@ -82,22 +96,61 @@ def _short(backbone: str) -> str:
     return HUB_NAMES.get(backbone, backbone)
 
 
-def _budget(backbone: str, method: str, experts: int) -> Budget | str:
-    """Return a budget, or why there is none: a table shows what can be counted and names what cannot."""
+def budgets_of(backbone: str, method: str, runs: Sequence[Cell]) -> dict[Budget | str, list[Cell]]:
+    """Return a method's budgets on a backbone as its runs have it, each with its runs; without runs, by defaults.
+
+    A text in place of a budget says why there is none: a table shows what can be counted and names what cannot.
+    """
+    found = Stat.of(c.get("experts") for c in runs)
+    most = EXPERTS if backbone in NAMED or METHODS[method].native else int(max(found.values, default=EXPERTS))
+    asked: dict[str, list[Cell]] = {}
+    for cell in runs:
+        asked.setdefault(json.dumps(_asked(cell), sort_keys=True), []).append(cell)
+    groups: dict[Budget | str, list[Cell]] = {}
+    for how, cells in (asked or {"{}": []}).items():
+        groups.setdefault(_budget(backbone, method, most, json.loads(how)), []).extend(cells)
+    return groups
+
+
+def _asked(cell: Cell) -> dict[str, Any]:
+    """Return what a record says of rank, targets and options; old ones hold the rank alone."""
+    adapter, method = (cell.get("config", section) or {} for section in ("adapter", "method"))
+    return {
+        "rank": adapter.get("rank", cell.get("rank")),
+        "targets": adapter.get("targets"),
+        "native": adapter.get("native") or "full",
+        "options": {name: option for name, option in method.items() if name != "name"},
+    }
+
+
+def _budget(backbone: str, method: str, experts: int, asked: Mapping[str, Any]) -> Budget | str:
     try:
-        return budget(backbone, method, experts)
+        return budget(backbone, method, experts, **asked)
     except FedloomError as error:
         return f"Not counted: {visible(method)} on {visible(backbone)} ({error})"
 
 
-def _budget_row(found: Budget, counts: Stat) -> list[Entry]:
+def _default_notes(cells: Sequence[Cell], bare: bool) -> list[str]:
+    """Say which rows are counted by defaults: of records that do not say more and, if ``bare``, those without runs."""
+    cells = [cell for cell in cells if cell.record["method"] in METHODS]
+    silent = sum(cell.get("config") is None for cell in cells)
+    notes = []
+    if silent:
+        some = "" if silent == len(cells) else f" in {silent} of {len(cells)} runs"
+        notes.append(f"Adapted modules and methods' options{some}: defaults, not this suite's; the records do not say.")
+    if bare:
+        notes.append("On backbones without runs here: each method's default rank, modules and options.")
+    return notes
+
+
+def _budget_row(found: Budget, title: str, counts: Stat) -> list[Entry]:
     theirs = [
         paper.BUDGET.get((found.method, what)) if NAMED.get(found.backbone) == paper.LLAMA else None
         for what in ("lora", "total")
     ]
     return [
         words(NAMED.get(found.backbone, found.backbone)),
-        words(METHODS[found.method].title),
+        words(title),
         value(found.experts, str),
         stat(counts, counts.n, lambda v: number(v, 2)),
         value(found.rank, str),
@@ -127,9 +180,13 @@ def cost_table(results: Results) -> Table:
         ("probe", "time:", cost("probe_seconds"), duration),
         ("a round", "time:", cost("round_seconds"), duration),
         ("training", "time:", cost("train_seconds"), duration),
+        *([("server", "time:", cost("server_seconds"), duration)] if timed(results.cells) else []),
         ("with evaluation", "time:", whole_seconds, duration),
         ("peak resident memory of the process", "", cost("peak_bytes"), size),
     ]
+    on_device = any(cell.get("costs", "peak_device_bytes") is not None for cell in results.cells)
+    if on_device:
+        measured.append(("peak memory on the accelerator", "", cost("peak_device_bytes"), size))
     columns = [
         *([Column("backbone"), *(Column(AXES[name]) for name in axes)] if len(settings) > 1 else []),
         Column("method"),
@@ -155,8 +212,11 @@ def cost_table(results: Results) -> Table:
     notes = [
         "Mean ± standard deviation (n − 1) over seeds. Bytes are of encoded messages. The CSV holds bytes and seconds.",
         "Time and memory are of the machine that ran it; other work there makes them larger.",
+        "Probe, a round, training: from the first order to the last reply, of clients that work one after another. "
         "Embedding the prompts comes before the probe and is not in its time.",
-        "Memory: the most that the host process ever held, evaluation included; that of an accelerator is not in it.",
+        *_server_notes(results.cells),
+        "Memory: the most that the host process ever held, evaluation included; that of an accelerator is not in it"
+        + (", but beside it: the most that its tensors took at once." if on_device else "."),
         *_traffic_notes(results),
         f"Paper: {paper.WARMUP_SHARE.where}.",
     ]
@@ -167,6 +227,26 @@ def cost_table(results: Results) -> Table:
         )
     notes += mixture_notes(results.cells)
     return Table("costs", "Measured costs", columns, rows, notes)
+
+
+def timed(cells: Sequence[Cell]) -> int:
+    """Return of how many runs the server's time is known."""
+    return sum(cell.get("costs", "server_seconds") is not None for cell in cells)
+
+
+def _server_notes(cells: Sequence[Cell]) -> list[str]:
+    """Say what the server's time holds, and of how many runs it is known."""
+    known = timed(cells)
+    if not known:
+        return [
+            "What the server does (reading replies, aligning buckets, merging) was not measured apart in these runs: "
+            "it is in the time with evaluation alone."
+        ]
+    older = f" {plural(len(cells) - known, 'older run')} did not measure it." if known < len(cells) else ""
+    return [
+        "Server: what it does beside that, in the probe and all rounds: making orders, reading and checking replies, "
+        "aligning buckets, merging. It is not in the times before it." + older
+    ]
 
 
 @cache

@@ -20,7 +20,7 @@ from fedloom.bench.fcmoe_tables import (
     rounds_to_target,
     targets,
 )
-from fedloom.bench.figures import Picture, draw_line, hues, picture_of
+from fedloom.bench.figures import Picture, caption, draw_line, hues, picture_of
 from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat
 from fedloom.report.wording import number, visible
 
@@ -53,8 +53,7 @@ def rounds_bars(results: Results, settings: Sequence[Setting]) -> Picture | None
     most = max(stat.n for stats in found.values() for stat in stats if stat is not None)
 
     def show(stat: Stat) -> str:
-        some = f" (n = {stat.n})" if stat.n < most else ""
-        return number(stat.mean, 1) + some if stat.n else "never"
+        return number(stat.mean, 1) + _fewer(stat, most) if stat.n else "never"
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -83,10 +82,13 @@ def local_bars(results: Results, settings: Sequence[Setting]) -> Picture | None:
                 place.setdefault(label, [None] * len(shown))[at] = stat
     if not found:
         return None
+    most = max(stat.n for stats in found.values() for stat in stats if stat is not None)
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        places = grouped_bars(results, axes, found, lambda s: number(s.mean or 0.0, 2), errors=spreads)
+        places = grouped_bars(
+            results, axes, found, lambda s: number(s.mean or 0.0, 2) + _fewer(s, most), errors=spreads
+        )
         for label, stats in worsts.items():
             points = [(x, s.mean) for x, s in zip(places[label], stats, strict=True) if s is not None]
             axes.plot(*zip(*points, strict=True), "v", color="#1a1d21", markersize=5, linestyle="none")
@@ -111,7 +113,7 @@ def ablation_bars(results: Results, setting: Setting) -> Picture | None:
     def draw(figure: Figure) -> None:
         panels = list(figure.subplots(1, 2, squeeze=False, gridspec_kw={"width_ratios": (1, 1.2)})[0])
         if lines:
-            _draw_curves(results, figure, panels[0], lines)
+            _draw_curves(results, setting, figure, panels[0], lines)
         panels[0].set_title("global model over the rounds", fontsize=10)
         grouped_bars(results, panels[1], bars, lambda s: number(s.mean or 0.0, 3))
         panels[1].set_xticks((0, 1), ["test accuracy", "local accuracy"])
@@ -129,7 +131,7 @@ def accuracy_curves(results: Results, setting: Setting) -> Picture | None:
         return None
 
     def draw(figure: Figure) -> None:
-        _draw_curves(results, figure, figure.subplots(), lines)
+        _draw_curves(results, setting, figure, figure.subplots(), lines)
 
     text = "; ".join(
         f"{results.title(label)} {number(points[0][1], 3)} → {number(points[-1][1], 3)}"
@@ -161,7 +163,8 @@ def conflict_lines(results: Results, settings: Sequence[Setting]) -> Picture | N
                 colour = _SHADES[at % len(_SHADES)]
                 xs, ys = [x for x, _ in points], [y for _, y in points]
                 draw_line(axes, xs, ys, colour, at, main=False)
-                ends[visible(_group(setting, order))] = (*points[-1], colour)
+                runs = sum(bool(c.get("conflict")) for c in results.of(setting, NATIVE_MAIN))
+                ends[visible(f"{_group(setting, order)} (n = {runs})")] = (*points[-1], colour)
             axes.set_ylabel({1: "share in conflict", 2: "mean cosine"}[index])
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             end_labels(figure, axes, ends)
@@ -183,6 +186,8 @@ def grouped_bars(
 ) -> dict[str, list[float]]:
     """Draw a group of bars per place in the sequences and a bar in it per label; return label → centres.
 
+    The legend says of how many seeds a label's bars are.
+
     Args:
         found: label → for each group, what is drawn; None leaves a gap.
         show: what stands above a bar.
@@ -202,10 +207,20 @@ def grouped_bars(
                 axes.errorbar(x, stat.mean or 0.0, yerr=error, color="#1a1d21", capsize=3, linewidth=1)
             axes.annotate(show(stat), (x, (stat.mean or 0.0) + (error or 0.0)), (0, 3), textcoords="offset points",
                           ha="center", va="bottom", fontsize=8)  # fmt: skip
-        axes.bar(0, 0, color=hue[label], label=visible(results.title(label)))
+        axes.bar(0, 0, color=hue[label], label=visible(f"{results.title(label)} (n = {_counts(stats)})"))
     axes.margins(y=0.12)
     axes.legend(fontsize=9, frameon=False, ncols=min(4, len(found)), loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return places
+
+
+def _fewer(stat: Stat, most: int) -> str:
+    return f" (n = {stat.n})" if stat.n < most else ""
+
+
+def _counts(stats: Sequence[Stat | None]) -> str:
+    """Return of how many seeds a label's bars are: ``3``, or ``1–3`` where they differ."""
+    found = [stat.n for stat in stats if stat is not None]
+    return f"{min(found)}–{max(found)}" if min(found) < max(found) else str(found[0])
 
 
 def score_curves(results: Results, setting: Setting, labels: Sequence[str]) -> dict[str, Points]:
@@ -223,7 +238,7 @@ def score_curves(results: Results, setting: Setting, labels: Sequence[str]) -> d
 _SHADES = ("#08306b", "#2f7fbf", "#7fb2d9", "#8c2d04", "#d9661f", "#f0a868")
 
 
-def _draw_curves(results: Results, figure: Figure, axes: Axes, lines: Mapping[str, Points]) -> None:
+def _draw_curves(results: Results, setting: Setting, figure: Figure, axes: Axes, lines: Mapping[str, Points]) -> None:
     order, hue = results.labels(), hues(results)
     for label, points in lines.items():
         xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -231,7 +246,10 @@ def _draw_curves(results: Results, figure: Figure, axes: Axes, lines: Mapping[st
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round")
     axes.set_ylabel("test accuracy")
-    end_labels(figure, axes, {visible(results.title(k)): (*points[-1], hue[k]) for k, points in lines.items()})
+    runs = {label: sum(bool(c.get("score_curve")) for c in results.of(setting, label)) for label in lines}
+    end_labels(
+        figure, axes, {caption(results, setting, k, runs[k]): (*points[-1], hue[k]) for k, points in lines.items()}
+    )
 
 
 def _mean_points(curves: Sequence[Sequence[tuple[float, float | None]]]) -> Points:

@@ -8,7 +8,7 @@ from fedloom.bench import fcmoe_paper as paper
 from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, ranks, stat, value, words
 from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat
 from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import INTERVALS, MEANS, RANKED, run_notes
+from fedloom.bench.tables import INTERVALS, MEANS, RANKED, run_notes, seed_notes, uneven
 from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.report.wording import number
 
@@ -109,6 +109,7 @@ def accuracy_table(results: Results, comparisons: Comparisons, task: str) -> Tab
     notes.append("Precision and recall are plain means over labels; an answer that is no label counts as wrong.")
     notes.append(f"{AGAINST}. {paper.TABLE1}.")
     notes.append("PFL-MoE's global model is FedAvg's here; the paper does not say which of its models it tested.")
+    notes += _seeds(results, settings, native_labels)
     notes += [*_capacity(results), *_mixed(results, settings)]
     return Table(f"fcmoe_table1_{task}", f"Global model by label skew: {task}", columns, rows, notes) if rows else None
 
@@ -149,7 +150,8 @@ def ablation_table(results: Results, comparisons: Comparisons) -> Table | None:
                     *(value(theirs) for theirs in printed or (None, None)),
                 ]
             )
-    notes = [MEANS, RANKED, INTERVALS, LOCAL, f"{AGAINST}. {paper.TABLE2}.", *_mixed(results, settings)]
+    notes = [MEANS, RANKED, INTERVALS, LOCAL, f"{AGAINST}. {paper.TABLE2}."]
+    notes += [*_seeds(results, settings, ablated_labels), *_mixed(results, settings)]
     return Table("fcmoe_table2", "FC-MoE without one of its parts", columns, rows, notes)
 
 
@@ -177,7 +179,8 @@ def local_table(results: Results) -> Table | None:
             rows.append(
                 [*_place(setting, settings), words(results.title(label)), value(len(cells), str), words(own), *entries]
             )
-    notes = [MEANS, RANKED, LOCAL, *_retention(results), *_capacity(results), *_mixed(results, settings)]
+    notes = [MEANS, RANKED, LOCAL, *_seeds(results, settings, native_labels)]
+    notes += [*_retention(results), *_capacity(results), *_mixed(results, settings)]
     return Table("fcmoe_local", "Local accuracy over clients", columns, rows, notes) if rows else None
 
 
@@ -186,12 +189,13 @@ def convergence_table(results: Results) -> Table | None:
     settings = [s for s in native_settings(results) if any(targets(results, s).values())]
     columns = [*_where(settings), Column("method"), Column("seeds"), Column("target accuracy", STAT)]
     columns += [Column("seeds that reach it"), Column("rounds", STAT)]
-    rows = []
+    rows, seeds = [], []
     for setting in settings:
         goals = targets(results, setting)
         found = {label: rounds_to_target(results, setting, label) for label in native_labels(results, setting)}
         stats = {label: Stat.of(by_seed.values()) for label, by_seed in found.items()}
         marks = _marks(stats, lowest=True)
+        seeds.append(found)
         for label, by_seed in found.items():
             if by_seed:
                 rows.append(
@@ -209,6 +213,7 @@ def convergence_table(results: Results) -> Table | None:
         f"Target: {TARGET:.0%} of the accuracy that FedAvg has after its last round, of each seed.",
         "Rounds: the first measured round whose global model has it; the mean is over seeds that reach it.",
         "The paper's Figure 3a states neither its target nor its numbers.",
+        *uneven(seeds),
         *_capacity(results),
         *_mixed(results, settings),
     ]
@@ -220,10 +225,11 @@ def conflict_table(results: Results) -> Table | None:
     heads = {1: "in conflict", 2: "cosine", 3: "length"}
     settings = [s for s in native_settings(results) if any(c.get("conflict") for c in _cells(results, s))]
     columns = [*_where(settings), Column("method"), Column("seeds"), *(Column(h, STAT) for h in heads.values())]
-    rows = []
+    rows, seeds = [], []
     for setting in settings:
-        for label in results.labels(setting):
-            cells = [c for c in results.of(setting, label) if c.get("conflict")]
+        measured = {x: [c for c in results.of(setting, x) if c.get("conflict")] for x in results.labels(setting)}
+        seeds.append({label: [c.seed for c in cells] for label, cells in measured.items()})
+        for label, cells in measured.items():
             stats = [Stat.of(over_rounds(c, index) for c in cells) for index in heads]
             if cells:
                 entries = (stat(found, len(cells)) for found in stats)
@@ -232,6 +238,7 @@ def conflict_table(results: Results) -> Table | None:
         "Mean over rounds, ± standard deviation (n − 1) over seeds.",
         "In conflict: share of pairs of a client and an expert whose update has a negative cosine with the consensus. "
         "Length: factor by which projection lengthens the consensus, mean over experts (1: nothing opposes it).",
+        *uneven(seeds),
         *_mixed(results, settings),
     ]
     return Table("fcmoe_conflict", "Expert conflict", columns, rows, notes) if rows else None
@@ -303,6 +310,10 @@ def _retention(results: Results) -> list[str]:
         "FC-MoE's retention as printed (Eq. 5, 6) is parallel to an expert's parameters Θ: a client's model differs "
         "from the global one by a factor of each expert, 1 + λ(Δ·Θ)/‖Θ‖², and by nothing else."
     ]
+
+
+def _seeds(results: Results, settings: Sequence[Setting], labels: Callable[[Results, Setting], list[str]]) -> list[str]:
+    return next(filter(None, (seed_notes(results, [s], labels(results, s)) for s in settings)), [])
 
 
 def _mixed(results: Results, settings: Sequence[Setting]) -> list[str]:

@@ -131,7 +131,7 @@ def signed(found: float, digits: int = 4) -> str:
 
 
 def p_words(p: float) -> str:
-    return "p ≤ 0.001" if p < 0.0015 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+    return "p ≤ 0.001" if p <= 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
 
 
 def ranks(values: Mapping[str, float | None], *, lowest: bool, digits: int = 4) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fedloom.bench import paper
 from fedloom.bench.layout import (
@@ -194,9 +194,13 @@ NO_MIXTURE = (Entry(MISSING, (None, None)), words(MISSING))
 
 def seed_notes(results: Results, settings: Sequence[Setting], labels: Sequence[str]) -> list[str]:
     """Return a note if rows of a setting have different seeds."""
-    for setting in settings:
-        seeds = {tuple(c.seed for c in results.of(setting, label)) for label in labels}
-        if len(seeds - {()}) > 1:
+    return uneven([{label: [c.seed for c in results.of(setting, label)] for label in labels} for setting in settings])
+
+
+def uneven(settings: Iterable[Mapping[str, Iterable[int]]]) -> list[str]:
+    """Return the same note, given label → seeds of each setting's rows; a label without seeds has no row."""
+    for by_label in settings:
+        if len({tuple(sorted(seeds)) for seeds in by_label.values()} - {()}) > 1:
             return ["Not every row has the same seeds; means over different seeds are not a paired comparison."]
     return []
 

@@ -136,9 +136,11 @@ def federate(
         record: dict[str, Plain] = {"round": 0}
         if method.has_probe:
             observer.phase("probe", len(setup.clients))
+            begun = time.perf_counter()
             answers = exchange("probe", state, setup.clients, memories)
             state = method.discover(state, answers.replies)
-            record |= answers.record() | ({"privacy": spent(0)} if privacy is not None else {})
+            record |= answers.record() | server_time(begun, answers)
+            record |= {"privacy": spent(0)} if privacy is not None else {}
         state = door.open(state, memories, record)
         commit(state, memories, record)
 
@@ -156,13 +158,24 @@ def federate(
         state = replace(state, round=state.round + 1)
         admitted = door.admitted(state)
         cohort = draw(admitted, federation, setup.seed, state.round)
+        begun = time.perf_counter()
         answers = exchange("fit", state, cohort, memories)
         record = {"round": state.round, "cohort": cohort} | answers.record()
         state = server_step(method, state, protect(state, admitted, answers, record), federation.server)
+        record |= server_time(begun, answers)
         state = door.open(state, memories, record)
         commit(state, memories, record)
         observer.advance()
     return state
+
+
+def server_time(begun: float, answers: Answers) -> dict[str, Plain]:
+    """Return how long the server has worked since ``begun`` beside the exchange, in seconds, for the log alone.
+
+    That is making the orders, reading and checking what came, protecting it, and the method's rule. In a secure round
+    reading and checking is a part of the exchange. Late joiners, evaluation and checkpoint come after.
+    """
+    return {"server_seconds": round(max(0.0, time.perf_counter() - begun - answers.seconds), 3)}
 
 
 def draw(clients: Sequence[str], federation: Federation, seed: int, round: int) -> list[str]:
