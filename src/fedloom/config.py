@@ -254,6 +254,11 @@ class Config(RunSections):
                 "federation.participation below 1 a federation goes over a part of them. Give training.steps alone, or "
                 "set participation to 1."
             )
+        if self.adapter.native == "lora" and method.whole:
+            raise ConfigError(
+                f"adapter.native is 'lora', but {method.title} needs the whole model trained: {method.whole}. Set it "
+                "to 'full'."
+            )
         method.check_rounds(self.federation.rounds)
         privacy = None if self.privacy is None else self.privacy.ordered()
         if privacy is not None:

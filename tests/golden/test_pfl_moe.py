@@ -179,6 +179,18 @@ def test_rounds_that_leave_none_for_own_heads_are_refused() -> None:
         parse(25)
 
 
+def test_loras_are_refused_before_any_round() -> None:
+    """The head of which every client gets its own is not among the tensors that ``lora`` trains."""
+
+    def parse(native: str) -> Config:
+        data = {"clients": {"ann": "ann.jsonl"}}
+        return parse_config({"method": {"name": "pfl_moe", "after": 2}, "adapter": {"native": native}, "data": data})
+
+    assert isinstance(parse("full").build_method(), PFLMoE)
+    with pytest.raises(ConfigError, match=r"adapter\.native is 'lora', but PFL-MoE needs .* Set it to 'full'"):
+        parse("lora")
+
+
 def test_loras_have_no_head() -> None:
     with pytest.raises(AdapterError, match=r"adapter\.native to 'full'"):
         no_difference({"experts/x.0/wi.lora_A": torch.zeros(1, 1)})

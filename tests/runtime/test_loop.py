@@ -70,12 +70,16 @@ def test_absurd_norms_by_hand() -> None:
     assert absurd_norms([], 100.0) == []
 
 
+#: Three steps at a rate of 0.01 can reach it.
+SMALL = torch.tensor([0.1])
+
+
 def receipts_of(folder: Path, sizes: dict[str, int]) -> list[Receipt]:
     found = []
     for client, size in sizes.items():
         path = folder / client
         path.write_bytes(
-            encode_reply(Reply(client, {"w": torch.ones(1)}, {"examples": size, "w": size}, {"loss": 2.0 * size}), 1)
+            encode_reply(Reply(client, {"w": SMALL}, {"examples": size, "w": size}, {"loss": 2.0 * size}), 1)
         )
         found.append(Receipt(client, path, 10, 20, 0.5))
     return found
@@ -113,7 +117,7 @@ def test_the_log_names_the_clients_of_what_not_all_sent(tmp_path: Path) -> None:
         names = ["experts/p.0/w", f"experts/p.{expert}/w", "router/w"]
         counts = {"examples": size} | dict.fromkeys({component(name) for name in names}, size)
         path = tmp_path / client
-        path.write_bytes(encode_reply(Reply(client, {name: torch.ones(1) for name in names}, counts, {}), 1))
+        path.write_bytes(encode_reply(Reply(client, {name: SMALL.clone() for name in names}, counts, {}), 1))
         receipts.append(Receipt(client, path, 1, 1, 0.0))
     orders = make_orders(Parts(), "fit", STATE, ["a", "b", "c"], TRAINING)
     record = judge(Parts(), orders, receipts, Federation(), 0.0).record()

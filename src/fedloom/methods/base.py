@@ -32,6 +32,11 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def by_unit(weights: Mapping[str, float]) -> Callable[[str], float]:
+    """Return a function from a tensor's name to the weight of its component."""
+    return lambda name: weights[component(name)]
+
+
 class Method:
     """Functions over serialisable state. Nothing but the frozen options lives on ``self``.
 
@@ -55,6 +60,7 @@ class Method:
         singles: why it needs single updates, if not.
         keeps_moments: a client trains the same tensors, once, in each round, so that its optimiser may go on.
         native: for models whose experts are part of the backbone, and for those only.
+        whole: why it trains all parameters of such a model, not LoRAs on its experts, if so.
         submodels: clients hold some of these experts only.
     """
 
@@ -77,6 +83,7 @@ class Method:
     singles: ClassVar[str] = "its server rule works on single updates"
     keeps_moments: ClassVar[bool] = True
     native: ClassVar[bool] = False
+    whole: ClassVar[str] = ""
     submodels: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
@@ -86,11 +93,17 @@ class Method:
     # Server, before round 1.
 
     def init(self, setup: Setup) -> State:
-        """Return the state before any communication: the adapter's initial tensors, or the model's own experts."""
-        if setup.spec.native:
-            return State(round=0, tensors=dict(setup.initial), spec=setup.spec)
-        tensors = lora_init(setup.shapes, setup.spec.rank, 1, generator(setup.seed, "adapter-init"))
-        return State(round=0, tensors=tensors, spec=setup.spec)
+        """Return the state before any communication: the adapter's initial tensors, or the model's own experts.
+
+        The first factors are drawn by the run's seed: under ``native: lora`` those on the model's own experts.
+        """
+        spec, draw = setup.spec, generator(setup.seed, "adapter-init")
+        if not spec.native:
+            return State(round=0, tensors=lora_init(setup.shapes, spec.rank, 1, draw), spec=spec)
+        widths = {n.removesuffix(".lora_A"): (0, t.shape[1]) for n, t in setup.initial.items() if n.endswith(".lora_A")}
+        drawn = lora_init(widths, spec.rank, 1, draw)
+        first = {n.removeprefix("experts/0/"): A for n, A in drawn.items() if n.endswith(".lora_A")}
+        return State(round=0, tensors=dict(setup.initial) | first, spec=spec)
 
     def probe(self, client: Client, order: Order) -> Reply:
         """Answer the one question asked before round 1 (only methods with ``has_probe``)."""
@@ -178,6 +191,14 @@ class Method:
     def local_steps(self, order: Order) -> int:
         """Return how many optimiser steps an order asks for, at most, for any tensor of the reply."""
         return order.training.steps
+
+    def steps_behind(self, order: Order, unit: str, examples: int) -> float:
+        """Return how many optimiser steps may lie behind a component of a reply by a client of so many examples.
+
+        What they can reach is the most that the server takes in, so a ``local`` that fits more often says so here.
+        """
+        own = replace(order.training, steps=order.training.steps_of(examples))
+        return self.local_steps(replace(order, training=own))
 
     def effort(self, order: Order, size: int) -> Effort:
         """Return what an order makes a client of ``size`` examples do, at most; a site holds it against its limits."""

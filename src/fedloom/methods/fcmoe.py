@@ -19,14 +19,13 @@ by ``epochs`` for what is printed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
 from fedloom.methods.activations import bounded_by_tokens, check_activations
-from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Weights, conflicts, experts_of
 from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take
@@ -116,14 +115,19 @@ class FCMoE(Method):
         """Answer at home with the start of the next round (part 3)."""
         return View(state.tensors | retained(state.tensors, memory, self.options), state.spec)
 
+    def steps_behind(self, order: Order, unit: str, examples: int) -> float:
+        """Count, behind an expert, the steps of earlier rounds that its retained start can hold.
+
+        An update is measured from what was received, so with S what a round's steps reach, ‖Δ_t‖ ≤ S + λ‖R_t‖. R_t is a
+        projection of the client's last update, hence no longer: at worst ‖Δ_t‖ ≤ S (1 + λ + … + λ^(t−1)).
+        """
+        rounds = order.round if unit.startswith("experts/") else 1
+        return sum(self.options.retention**k for k in range(rounds)) * super().steps_behind(order, unit, examples)
+
     def expected(self, order: Order, reply: Reply) -> Schema:
         schema = super().expected(order, reply)
         check_activations(reply, schema)
         return schema
-
-
-def by_unit(weights: dict[str, float]) -> Callable[[str], float]:
-    return lambda name: weights[component(name)]
 
 
 def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:

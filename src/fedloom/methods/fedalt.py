@@ -82,6 +82,7 @@ class FedALT(Method):
         for reply in replies:
             now = add(own_lora(state, reply.client), reply.send)
             kept |= place(now, f"clients/{reply.client}")
+            del reply  # so that it is gone when the next is read
         return replace(state, kept=kept)
 
     def personal_view(self, state: State, client: str, memory: Memory) -> View:

@@ -122,6 +122,7 @@ class FedLEASE(Method):
             names = {name: name if name.startswith("experts/") else self.home(name, cluster) for name in reply.send}
             counts = {component(new): reply.counts[component(old)] for old, new in names.items()}
             yield replace(reply, send={names[n]: t for n, t in reply.send.items()}, counts=reply.counts | counts)
+            del reply  # so that it is gone when the next is read
 
     def home(self, name: str, cluster: int) -> str:
         """Return the server's name of a client's routing tensor."""

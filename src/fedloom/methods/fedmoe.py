@@ -17,7 +17,7 @@ from pydantic import Field
 
 from fedloom.errors import ConfigError, UpdateRejected, nearest
 from fedloom.methods.activations import bounded_by_tokens, check_activations
-from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
 from fedloom.methods.submodels import adjusted, choose, parts, shares_of, stalled, with_parts
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import subtract
@@ -103,11 +103,10 @@ class FedMoE(Method):
         means, losses, shares = RunningMean(), dict[str, float](), dict(state.values["shares"])
         for reply in replies:
             held = {component(name) for name in reply.send if name.startswith("experts/")}
-            for name, update in reply.send.items():
-                for part, value in parts(name, update, held):
-                    means.add(part, value, reply.counts[component(name)])
+            means.add_each(parts(reply.send, held), by_unit(reply.counts))
             losses[reply.client] = reply.metrics["loss"]
             shares[reply.client] = shares_of(dict.fromkeys(experts_in(state), 0) | reply.values["activations"])
+            del reply  # so that it is gone when the next is read
         tensors = with_parts(state.tensors, means.mean())
         return self.adjust(replace(state, tensors=tensors, values=state.values | {"shares": shares}), losses)
 

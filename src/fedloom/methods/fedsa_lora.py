@@ -43,7 +43,10 @@ class FedSALoRA(Method):
 
     def merge(self, state: State, replies: Replies) -> State:
         """Average A; remember the sizes of those who answered."""
-        sizes = state.values.get("sizes", {}) | {reply.client: reply.counts["examples"] for reply in replies}
+        sizes = dict(state.values.get("sizes", {}))
+        for reply in replies:
+            sizes[reply.client] = reply.counts["examples"]
+            del reply  # so that it is gone when the next is read
         return replace(super().merge(state, replies), values=state.values | {"sizes": sizes})
 
     def assembled(self, state: State, memories: Mapping[str, Memory]) -> View:

@@ -48,6 +48,7 @@ class PFLMoE(FedAvgMoE):
     local_only = "a head of the client's own and the gate between both heads"
     aggregated = "everything, all clients alike"
     weights = "uniform"
+    whole = "the own head starts as the model's, which LoRAs are not trained on"
     personal = True
     keeps_moments = False
     Options = PFLMoEOptions

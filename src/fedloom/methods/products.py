@@ -39,6 +39,7 @@ def mean_delta(replies: Iterable[Reply], start: Callable[[str], View]) -> Tensor
         end = add({name: begin.tensors[name] for name in reply.send}, reply.send)
         for path, A, B in factors(end):
             mean.add(path, delta(A, B, begin.spec.scaling), reply.counts[LORA])
+        del reply  # so that it is gone when the next is read
     return mean.mean()
 
 

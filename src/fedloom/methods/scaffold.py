@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from fedloom.errors import UpdateRejected
-from fedloom.methods.base import Method, Schema
+from fedloom.methods.base import Method, Schema, by_unit
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import place, subtract, take
-from fedloom.types import Client, Order, Replies, Reply, Setup, State, Tensors, View, component
+from fedloom.types import Client, Order, Replies, Reply, Setup, State, Tensors, View
 
 
 class Scaffold(Method):
@@ -73,8 +73,8 @@ class Scaffold(Method):
         """Average the models; c += Σ Δc_i / N over the replies: who is absent changes nothing (lines 16–17)."""
         mean = RunningMean()
         for reply in replies:
-            for name, change in reply.send.items():
-                mean.add(name, change, 1.0 if is_control(name) else reply.counts[component(name)])
+            mean.add_each(reply.send, by_unit(reply.counts | {"control": 1}))
+            del reply  # so that it is gone when the next is read
         update, answered = mean.mean(), len(replies) / state.values["clients"]
         tensors = {name: tensor + update[name] for name, tensor in state.tensors.items()}
         kept = {

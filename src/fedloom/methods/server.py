@@ -114,6 +114,7 @@ class Uniform:
     def __iter__(self) -> Iterator[Reply]:
         for reply in self.replies:
             yield replace(reply, counts={unit: min(count, 1) for unit, count in reply.counts.items()})
+            del reply  # so that it is gone when the next is read
 
     def __len__(self) -> int:
         return len(self.replies)
@@ -130,6 +131,7 @@ class ByNorm:
             sizes = {unit: norm(update) for unit, update in experts_of(reply.send).items()}
             counts: Any = {unit: count * sizes.get(unit, 1.0) for unit, count in reply.counts.items()}
             yield replace(reply, counts=counts)
+            del reply  # so that it is gone when the next is read
 
     def __len__(self) -> int:
         return len(self.replies)
@@ -164,6 +166,7 @@ def mean_products(state: State, replies: Replies) -> Tensors:
                 dense = weight * delta(A, B, state.spec.scaling)
                 sums[name] = sums[name] + dense if name in sums else dense
                 totals[name] = totals.get(name, 0.0) + weight
+        del reply  # so that it is gone when the next is read
     found: Tensors = {}
     for name, total in sums.items():
         if bool(total.any()):  # a zero product has no directions: the factors stay

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-
-import torch
 
 from fedloom.types import Tensors
 
@@ -119,12 +117,11 @@ def router_rows(name: str, units: Collection[str]) -> list[int]:
     return sorted(split(unit)[1] for unit in units if name.startswith(f"router/{split(unit)[0]}."))
 
 
-def parts(name: str, update: torch.Tensor, units: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what of a sent update is averaged by itself: of a router's (E, …) the rows of ``units``, all else whole."""
-    if name.startswith("router/"):
-        yield from ((f"{name}#{row}", update[row]) for row in router_rows(name, units))
-    else:
-        yield name, update
+def parts(update: Tensors, units: Collection[str]) -> Tensors:
+    """Return what of an update is averaged by itself: of a router's (E, …) the rows of ``units``, all else whole."""
+    rows = {name: router_rows(name, units) for name in update if name.startswith("router/")}
+    whole = {name: tensor for name, tensor in update.items() if name not in rows}
+    return whole | {f"{name}#{row}": update[name][row] for name, found in rows.items() for row in found}
 
 
 def with_parts(tensors: Tensors, means: Tensors) -> Tensors:

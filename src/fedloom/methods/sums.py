@@ -149,6 +149,7 @@ def totals_of(replies: Replies) -> Totals:
     totals = Totals()
     for reply in replies:
         totals.take_in(reply)
+        del reply  # so that it is gone when the next is read
     return totals
 
 

@@ -151,7 +151,7 @@ def weighted_mean_by_component(
     totals: dict[str, float] = {}
     for reply in replies:
         sent: dict[str, float] = {}
-        for name, tensor in reply.send.items():
+        for name in reply.send:
             unit = component(name)
             if unit not in reply.counts:
                 raise AdapterError(
@@ -159,7 +159,8 @@ def weighted_mean_by_component(
                     f"it counted: {', '.join(sorted(reply.counts)) or 'nothing'}."
                 )
             sent[unit] = float(reply.counts[unit])
-            running.add(name, tensor, sent[unit])
+            running.add(name, reply.send[name], sent[unit])
         for unit, weight in sent.items():
             totals[unit] = totals.get(unit, 0.0) + weight
+        del reply  # so that it is gone when the next is read
     return running.mean(), totals

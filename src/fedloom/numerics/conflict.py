@@ -38,11 +38,12 @@ def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[st
     directions = experts_of(consensus)
     found: dict[str, list[tuple[float, float, float]]] = {}  # unit → (weight, inner product, norm) of each client
     for reply in replies:
-        for unit, update in experts_of(reply.send).items():
+        updates = experts_of(reply.send)
+        for unit in updates:
             if unit in directions:
-                inner, size = dot_and_norm(update, {name: directions[unit][name] for name in update})
+                inner, size = dot_and_norm(updates[unit], {name: directions[unit][name] for name in updates[unit]})
                 found.setdefault(unit, []).append((weights[reply.client][unit], inner, size))
-        del reply
+        del reply, updates  # so that it is gone when the next is read
     log = {}
     for unit, clients in found.items():
         length, total = norm(directions[unit]), sum(weight for weight, _, _ in clients)

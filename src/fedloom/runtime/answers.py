@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
 from fedloom.methods.sums import Privacy, SecureAggregation, Totals
 from fedloom.numerics.tree import norm
-from fedloom.runtime.quarantine import NORM_FACTOR, absurd_norms, check_reply, printable, reach
+from fedloom.runtime.quarantine import NORM_FACTOR, ROUNDING, absurd_norms, check_reply, printable, reach
 from fedloom.runtime.wire import decode_reply
-from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire
+from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire, component
 
 #: A reason may quote what a client sent, which may be long.
 MAX_REASON = 500
@@ -54,8 +54,8 @@ class Federation:
         rounds: number of rounds T.
         participation: share of the clients sampled each round, at least one.
         min_replies: fewer usable replies than this end the run with an error.
-        norm_factor: an update with a norm beyond this many times its round's lower median (of three replies or more),
-            or beyond this many times what its optimiser steps can reach, is quarantined.
+        norm_factor: an update with a norm beyond this many times its round's lower median (of three replies or more) is
+            quarantined; so is, whatever this factor, one whose optimiser steps cannot reach as far.
         max_examples: a reply that counts more is quarantined, since counts are weights.
         max_length: most tokens of an example: a reply that states more than its examples can have, is quarantined.
         max_reply_bytes: a longer reply is quarantined unread, so that no site can fill the server's memory.
@@ -238,18 +238,37 @@ def examine(method: Method, order: Order, receipt: Receipt, federation: Federati
     if federation.privacy is not None:
         size = within_privacy(order, reply, federation.privacy)
     else:
-        size = within_reach(method, order, change, federation)
+        size = within_reach(method, order, change, examples)
     free = norm({name: tensor for name, tensor in reply.send.items() if not method.stepped(name)})
     return Usable(receipt, order, reply.counts, reply.metrics, size, free)
 
 
-def within_reach(method: Method, order: Order, change: Tensors, federation: Federation) -> float:
-    """Return the norm of a change, which its optimiser steps must be able to reach."""
-    values = sum(t.numel() for t in change.values())
-    limit = federation.norm_factor * reach(order.training, method.local_steps(order), values)
-    if (size := norm(change)) > limit:
-        raise UpdateRejected(f"its norm {size:.3g} exceeds {limit:.3g}, far beyond what its steps can reach")
-    return size
+def within_reach(method: Method, order: Order, change: Tensors, examples: int) -> float:
+    """Return the norm of a change, of which each component must be within reach of the steps that examples make.
+
+    Components one by one: what a round may move the whole model by would replace an expert.
+    """
+    units: dict[str, Tensors] = {}
+    for name, tensor in change.items():
+        units.setdefault(component(name), {})[name] = tensor
+    sizes = []
+    for unit, moved in units.items():
+        steps, values = method.steps_behind(order, unit, examples), sum(t.numel() for t in moved.values())
+        start = norm(started(method, order, moved)) if order.training.weight_decay > 0 else 0.0
+        limit = ROUNDING * reach(order.training, steps, values, start)
+        if (size := norm(moved)) > limit:
+            raise UpdateRejected(
+                f"its norm {size:.3g} in {unit!r} exceeds {limit:.3g}, beyond what its optimiser steps ({steps:g}) can "
+                "reach"
+            )
+        sizes.append(size)
+    return math.hypot(*sizes)
+
+
+def started(method: Method, order: Order, names: Iterable[str]) -> Tensors:
+    """Return what tensors of a reply started from."""
+    origins = {name: method.origin(order, name) for name in names}
+    return {name: order.tensors[name] if origin is None else origin for name, origin in origins.items()}
 
 
 def within_privacy(order: Order, reply: Reply, privacy: Privacy) -> float:
