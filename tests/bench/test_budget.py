@@ -4,8 +4,9 @@ import pytest
 
 from fedloom.bench.dry import SUSTAINED, forecast
 from fedloom.bench.suite import Cell
-from fedloom.budget import architecture, budget, payload
+from fedloom.budget import architecture, budget, held, payload
 from fedloom.config import parse_config
+from fedloom.errors import AdapterError, ConfigError
 from fedloom.methods import METHODS
 from fedloom.types import AdapterSpec
 
@@ -101,3 +102,38 @@ def test_no_traffic_is_forecast_where_there_is_none():
     for method in ("local", "centralised"):
         found = forecast(cell(method))
         assert (found.up_bytes, found.down_bytes, found.total_bytes) == (0, 0, 0)
+
+
+def test_a_suites_rank_targets_and_options_count():
+    """Llama-3.2-3B's q_proj is square: 28 layers × rank 4 × (3072 + 3072); a router of width 16 has four gates."""
+    found = budget("llama-3.2-3b", "fedweave", 4, 4, targets=["q_proj"], options={"router_hidden": 16})
+    assert (found.rank, found.lora) == (4, 4 * 28 * 4 * (3072 + 3072))
+    assert found.router == 16 * 3072 + 16 + 4 * 16 + 4
+    with pytest.raises(ConfigError, match=r"fedweave: unknown key 'method.router_hiden'.*router_hidden"):
+        budget("llama-3.2-3b", "fedweave", 4, options={"router_hiden": 16})
+    with pytest.raises(AdapterError, match="q_prj"):
+        budget("tiny", "fedit", 1, targets=["q_prj"])
+
+
+def test_what_a_client_of_native_experts_holds():
+    """switch-base-16: 12 layers × 16 experts of two matrices 768 × 3072; FedMoE's clients hold half of them."""
+    experts = 12 * 16 * 2 * 768 * 3072
+    everyone, part = (budget("switch-base-16", name, 1) for name in ("fedavg_moe", "fedmoe"))
+    assert (everyone.lora, everyone.trained, everyone.total) == (experts, everyone.total, part.total)
+    assert (part.trained, part.up, part.down) == (part.total - experts // 2,) * 3
+    eighth = budget("switch-base-16", "fedmoe", 1, options={"capacity": 0.125})
+    assert eighth.trained == part.total - 7 * experts // 8
+    lora = budget("switch-base-16", "fedmoe", 1, 4, native="lora")
+    factors = 12 * 16 * 2 * 4 * (768 + 3072)
+    assert (lora.rank, lora.lora) == (4, factors)
+    assert lora.trained == lora.total - factors // 2
+    assert lora.backbone_parameters == everyone.total
+
+
+def test_held_by_hand():
+    """Two layers of two experts; a quarter of four is one, but each layer keeps one."""
+    sizes = {"experts/a.0/w": 5, "experts/a.1/w": 5, "experts/b.0/w": 7, "experts/b.1/w": 7, "rest": 3}
+    kind = METHODS["fedmoe"]
+    assert held(METHODS["fcmoe"](), sizes) == 27
+    assert held(kind(kind.Options(capacity=0.25)), sizes) == 3 + 7 + 7
+    assert held(kind(kind.Options(capacity=0.75)), sizes) == 3 + 7 + 7 + 5

@@ -144,6 +144,7 @@ def test_tasks_are_settings_of_their_own(tmp_path):
     assert [row["task"] for row in rows(names["fcmoe_local"])] == ["ag_news", "ag_news", "mmlu", "mmlu"]
 
 
+@pytest.mark.filterwarnings("error:constrained_layout not applied")  # no place left for bars and curves
 def test_every_figure_is_drawn(results):
     figures = {picture.name: picture for picture in fcmoe_figures(results)}
     slug = "switch-base-16_ag-news_alpha0.1"
@@ -187,3 +188,41 @@ def test_the_papers_tables_are_complete():
             accuracies = [fcmoe_paper.GLOBAL[task][label][alpha][0] for label in fcmoe_paper.GLOBAL[task]]
             assert accuracies == sorted(accuracies)
         assert fcmoe_paper.ABLATION[task]["fcmoe"][0] == fcmoe_paper.GLOBAL[task]["fcmoe"][0.1][0]
+
+
+UNEVEN = "Not every row has the same seeds"
+
+
+def test_tables_say_where_rows_have_other_seeds(tmp_path, tables):
+    assert not any(note.startswith(UNEVEN) for table in tables.values() for note in table.notes)
+    labels = ("fedavg_moe", "fcmoe", "fcmoe_wo_projection")
+    runs = [native(label, seed) for label in labels for seed in (42, 43) if (label, seed) != ("fcmoe", 43)]
+    results = load_results(write(tmp_path, runs))
+    found = {table.name: table.notes for table in fcmoe_tables(results, Comparisons(results))}
+    names = {"fcmoe_table1_ag_news", "fcmoe_table2", "fcmoe_local", "fcmoe_fig3a", "fcmoe_conflict"}
+    assert {name for name, notes in found.items() if any(note.startswith(UNEVEN) for note in notes)} == names
+
+
+def test_rounds_are_of_seeds_with_a_target(tmp_path):
+    """FedAvg has seed 42 alone, so no row of the rounds to its accuracy has another."""
+    runs = [native("fedavg_moe"), native("fcmoe", 42), native("fcmoe", 43)]
+    results = load_results(write(tmp_path, runs))
+    found = {table.name: table.notes for table in fcmoe_tables(results, Comparisons(results))}
+    noted = {name: any(note.startswith(UNEVEN) for note in notes) for name, notes in found.items()}
+    assert (noted["fcmoe_fig3a"], noted["fcmoe_local"]) == (False, True)
+
+
+def test_figures_say_of_how_many_seeds_they_are(tmp_path):
+    runs = [native("fedavg_moe", seed, alpha=alpha) for alpha in (0.1, 0.5) for seed in (42, 43)]
+    runs += [native("fcmoe", 42), native("fcmoe", 43), native("fcmoe", 42, alpha=0.5), native("fcmoe_wo_projection")]
+    drawn = {p.name: p.svg.decode() for p in fcmoe_figures(load_results(write(tmp_path, runs)))}
+    slug = "switch-base-16_ag-news_alpha"
+    bars = drawn["fcmoe_fig3b_local"]
+    assert all(f">{words}<" in bars for words in ("FedAvg (n = 2)", "FC-MoE (n = 1–2)", "0.60 (n = 1)", "0.60"))
+    ablations = drawn[f"fcmoe_fig4_ablations_{slug}0.1"]
+    assert ablations.count(">FC-MoE (n = 2)<") == 2  # bars and curve
+    assert ">FC-MoE w/o projection (n = 1)<" in ablations
+    ends = {alpha: drawn[f"fcmoe_accuracy_{slug}{alpha}"] for alpha in (0.1, 0.5)}
+    assert all(">FedAvg (n = 2)<" in svg for svg in ends.values())
+    assert (">FC-MoE (n = 2)<" in ends[0.1], ">FC-MoE (n = 1)<" in ends[0.5]) == (True, True)
+    assert all(f">α = {words}<" in drawn["fcmoe_conflict"] for words in ("0.1 (n = 2)", "0.5 (n = 1)"))

@@ -9,7 +9,7 @@ from bench_records import TASKS, run, suite, write
 from fedloom.bench import paper
 from fedloom.bench.analysis_tables import analysis_tables
 from fedloom.bench.costs import budget_table, cost_table
-from fedloom.bench.layout import Column, Table, difference, ranks, signed, value, words
+from fedloom.bench.layout import Column, Table, difference, p_words, ranks, signed, value, words
 from fedloom.bench.results import Stat, load_results, per_hundred
 from fedloom.bench.significance import Comparisons, Difference
 from fedloom.bench.tables import capacity_notes, global_table, model_tables, seed_notes
@@ -387,3 +387,7 @@ def test_resumed_runs_do_not_count_in_the_time_with_evaluation(tmp_path):
     assert (float(got["time: with evaluation"]), got["time: with evaluation n"]) == (100.0, "1")
     assert any(note.startswith("1 run went on from a checkpoint") for note in table.notes)
     assert "(n = 1)" in table.markdown()
+
+
+def test_p_is_said_to_be_at_most_a_thousandth_where_it_is():
+    assert [p_words(p) for p in (2 / 2001, 0.001, 0.0012, 0.0016)] == ["p ≤ 0.001"] * 2 + ["p = 0.001", "p = 0.002"]

@@ -115,13 +115,13 @@ def ablation_bars(results: Results, setting: Setting) -> Picture | None:
         if lines:
             _draw_curves(results, setting, figure, panels[0], lines)
         panels[0].set_title("global model over the rounds", fontsize=10)
-        grouped_bars(results, panels[1], bars, lambda s: number(s.mean or 0.0, 3))
+        grouped_bars(results, panels[1], bars, lambda s: number(s.mean or 0.0, 3), wide=2)
         panels[1].set_xticks((0, 1), ["test accuracy", "local accuracy"])
         panels[1].set_title("at the end, ± one sd over seeds", fontsize=10)
 
     text = "; ".join(f"{results.title(label)} {number(finals[label].mean, 3)}" for label in bars)
     title = f"FC-MoE without one of its parts ({setting.text})"
-    return picture_of(f"fcmoe_fig4_ablations_{setting.slug}", title, text, (10.5, 4.2), draw)
+    return picture_of(f"fcmoe_fig4_ablations_{setting.slug}", title, text, (11.5, 4.6), draw)
 
 
 def accuracy_curves(results: Results, setting: Setting) -> Picture | None:
@@ -183,6 +183,7 @@ def grouped_bars(
     found: Mapping[str, Sequence[Stat | None]],
     show: Callable[[Stat], str],
     errors: Mapping[str, Sequence[Stat | None]] | None = None,
+    wide: int = 4,
 ) -> dict[str, list[float]]:
     """Draw a group of bars per place in the sequences and a bar in it per label; return label → centres.
 
@@ -192,6 +193,7 @@ def grouped_bars(
         found: label → for each group, what is drawn; None leaves a gap.
         show: what stands above a bar.
         errors: label → for each group, a length whose mean is drawn as ± line; default the standard deviation.
+        wide: most names beside each other in the legend.
     """
     hue, width = hues(results), 0.8 / len(found)
     places: dict[str, list[float]] = {}
@@ -209,7 +211,7 @@ def grouped_bars(
                           ha="center", va="bottom", fontsize=8)  # fmt: skip
         axes.bar(0, 0, color=hue[label], label=visible(f"{results.title(label)} (n = {_counts(stats)})"))
     axes.margins(y=0.12)
-    axes.legend(fontsize=9, frameon=False, ncols=min(4, len(found)), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.legend(fontsize=9, frameon=False, ncols=min(wide, len(found)), loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return places
 
 
