@@ -107,14 +107,22 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     metrics = evaluate_final(config, method, bench, data, state, memories, observer)
     metrics["before"] = log.read()[0].get("evaluation")
     metrics["alignment"] = audit(state, memories, data)
-    unit = 1 if sys.platform == "darwin" else 1024
-    metrics["peak_bytes"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics |= peak_memory(backbone.device)
     metrics["seconds"] = round(time.perf_counter() - start, 1)
     metrics["resumed"] = resumed  # then seconds are those since the resume
     write_models(out, config, method, bench, state, memories)
     write_json(out / "metrics.json", metrics)
     write_report(out)
     return metrics
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the most bytes that this process has held so far, and on a CUDA device the most that its tensors took."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"peak_bytes": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    if device.type == "cuda":
+        peaks["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
+    return peaks
 
 
 def write_models(

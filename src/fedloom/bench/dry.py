@@ -17,15 +17,13 @@ from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.adapters.native import ROUTERS, find_native
 from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.bench.suite import Cell
-from fedloom.budget import Payload, architecture, most_buckets, payload
+from fedloom.budget import Payload, architecture, held, most_buckets, payload
 from fedloom.config import Config
 from fedloom.errors import DataError
-from fedloom.methods.base import Method
-from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.methods.pfl_moe import PFLMoEOptions
 from fedloom.methods.prototypes import ExpertOptions
 from fedloom.runtime.loop import cohort_size
-from fedloom.types import AdapterSpec, component
+from fedloom.types import AdapterSpec
 
 #: Assumed, and said so beside the figures: what a data-centre GPU sustains on these small batches, in FLOP/s.
 SUSTAINED = 150e12
@@ -83,7 +81,7 @@ def forecast(cell: Cell) -> Forecast:
             full = adapter.native == "full"
             slots = find_native(model).slots() if full else graft_expert_lora(model, rank, adapter.alpha).slots()
         sizes = {name: slot.value.numel() for name, slot in slots.items()}
-        count = _held(method, sizes)
+        count = held(method, sizes)
         optimised = sum(sizes.values())  # experts that are stacked in one Parameter have moments, held or not
         sent = Payload(count, count, count)
         if method.has_probe:  # the whole model goes down once, and numbers come back
@@ -162,21 +160,6 @@ def _own_rows(config: Config, options: PFLMoEOptions) -> int:
     for_head = rows - max(0, for_gate - _clients(config))  # each client rounds its gate's rows down
     passes = for_head * options.head_epochs + for_gate * options.gate_epochs
     return passes * max(0, config.federation.rounds - options.after)
-
-
-def _held(method: Method, sizes: dict[str, int]) -> int:
-    """Return how many of a native model's trained values, name → number, one client holds, at most."""
-    experts: dict[str, int] = {}
-    for name, size in sizes.items():
-        if name.startswith("experts/"):
-            experts[component(name)] = experts.get(component(name), 0) + size
-    count = len(experts)
-    if isinstance(options := method.options, FedMoEOptions):
-        capacity = max([options.capacity, *options.capacities.values()])
-        layers = {unit.rpartition(".")[0] for unit in experts}  # each keeps one
-        count = max(len(layers), int(capacity * len(experts) + 1e-9))
-    shared = sum(sizes.values()) - sum(experts.values())
-    return shared + sum(sorted(experts.values(), reverse=True)[:count])
 
 
 def _met(model: Any, whole: int) -> int:

@@ -60,7 +60,7 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "curve": curve(rounds, "loss"),
         "score_curve": curve(rounds, "score_model"),
         "conflict": conflict(rounds),
-        "costs": costs(rounds, metrics["peak_bytes"]),
+        "costs": costs(rounds, metrics),
         "seconds": metrics["seconds"],
         "resumed": metrics["resumed"],
         "command": command,
@@ -92,8 +92,12 @@ def conflict(rounds: Sequence[dict[str, Plain]]) -> list[list[float | None]]:
     return found
 
 
-def costs(rounds: Sequence[dict[str, Plain]], peak_bytes: int) -> dict[str, Plain]:
-    """Return bytes, steps and seconds (FedWeave, Appendix B): means per client and round; the probe apart."""
+def costs(rounds: Sequence[dict[str, Plain]], metrics: dict[str, Plain]) -> dict[str, Plain]:
+    """Return bytes, steps, seconds and memory (FedWeave, Appendix B): means per client and round; the probe apart.
+
+    What a run did not measure is null: the server's time where a line of the log lacks it, the clustering of examples
+    for methods without, an accelerator's memory on a CPU.
+    """
     probe, after = rounds[0].get("clients", {}), [r for r in rounds if r["round"] > 0]
     entries = [entry for r in after for entry in r["clients"].values()]
 
@@ -101,6 +105,8 @@ def costs(rounds: Sequence[dict[str, Plain]], peak_bytes: int) -> dict[str, Plai
         return sum(entry.get(key, 0) for entry in found) / len(found) if found else 0.0
 
     seconds = [r["seconds"] for r in after]
+    server = [r.get("server_seconds") for r in rounds if "seconds" in r]
+    clustered = [entry for entry in probe.values() if "cluster_seconds" in entry]
     return {
         "rounds": len(after),
         "clients": max((len(r["clients"]) for r in after), default=0),
@@ -113,5 +119,9 @@ def costs(rounds: Sequence[dict[str, Plain]], peak_bytes: int) -> dict[str, Plai
         "probe_seconds": rounds[0].get("seconds", 0.0),
         "round_seconds": sum(seconds) / len(seconds) if seconds else 0.0,
         "train_seconds": sum(seconds) + rounds[0].get("seconds", 0.0),
-        "peak_bytes": peak_bytes,
+        "cluster_seconds": mean("cluster_seconds", clustered) if clustered else None,
+        "probe_server_seconds": rounds[0].get("server_seconds"),
+        "server_seconds": None if None in server else sum(server),
+        "peak_bytes": metrics["peak_bytes"],
+        "peak_device_bytes": metrics.get("peak_device_bytes"),
     }
