@@ -118,6 +118,23 @@ def test_what_was_saved_is_what_is_loaded(folder: Path, bench: tuple[Workbench, 
     assert found.routing == "top1"
 
 
+def test_half_precision_rounds_what_a_model_of_that_type_rounds(
+    folder: Path, backbone: Path, bench: tuple[Workbench, Tensors]
+) -> None:
+    """Its parameters, not the frequencies of its rotary embedding, which ``transformers`` computes in float32."""
+    loaded = load_model(folder, dtype="bfloat16", device="cpu").bench
+    other = Workbench(load_backbone(str(backbone), dtype="bfloat16", device="cpu"), SPEC, None)
+    other.load(bench[1], SPEC3)
+    other.grafted.eval()
+    ids = torch.arange(200)[None] % 250
+    found = []
+    for each in (loaded, other):
+        with torch.no_grad(), each.grafted.routing(torch.tensor([1])):
+            found.append(each.backbone.model(input_ids=ids).logits)
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(*found)
+
+
 def test_generate_is_greedy_on_the_templated_prompt(folder: Path, bench: tuple[Workbench, Tensors]) -> None:
     model, (workbench, tensors) = load_model(folder), bench
     prompts = ["what is 3+4?", "shout it", "x"]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import save as save_tensors
 
 from fedloom.adapters.native_graft import NativeGraft
@@ -57,9 +58,9 @@ def save_model(
         partial.chmod(0o755)
         native = isinstance(bench.grafted, NativeGraft)
         if isinstance(bench.grafted, NativeGraft):
-            digest, router = _save_backbone(partial / "backbone", bench.grafted, backbone), False
+            (digest, dtype), router = _save_backbone(partial / "backbone", bench.grafted, backbone), False
         else:
-            digest, router = backbone.hash, _save_experts(partial, view, bench)
+            digest, dtype, router = backbone.hash, backbone.model.dtype, _save_experts(partial, view, bench)
         write_json(
             partial / "fedloom.json",
             {
@@ -68,7 +69,7 @@ def save_model(
                 "backbone": {
                     "name": backbone.name,
                     "hash": digest,
-                    "dtype": str(backbone.model.dtype).removeprefix("torch."),
+                    "dtype": str(dtype).removeprefix("torch."),
                     "model_type": backbone.config.model_type,
                     "hidden_size": backbone.hidden_size,
                     "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
@@ -112,9 +113,9 @@ def _save_experts(folder: Path, view: View, bench: Workbench) -> bool:
     return bool(router)
 
 
-def _save_backbone(folder: Path, grafted: NativeGraft, backbone: Backbone) -> str:
-    """Write the trained model, LoRAs merged into its experts, with its tokenizer; return its hash."""
+def _save_backbone(folder: Path, grafted: NativeGraft, backbone: Backbone) -> tuple[str, torch.dtype]:
+    """Write the trained model, LoRAs merged into its experts, with its tokenizer; return its hash and its one type."""
     with grafted.merged() as model, quiet_transformers():
         model.save_pretrained(folder)  # type: ignore[operator]
         backbone.tokenizer.save_pretrained(folder)
-        return parameter_hash(model)
+        return parameter_hash(model), next(model.parameters()).dtype

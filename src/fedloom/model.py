@@ -122,8 +122,11 @@ def load_model(
 
     Args:
         folder: what ``fedloom run`` wrote to ``model/``.
-        backbone: name or path of the backbone where it is not found under the recorded name.
-        dtype: default as in training; the hash is compared in that type before a change to another.
+        backbone: name or path of the backbone where it is not found under the recorded name; none for a model whose own
+            experts were trained, which is in the folder whole.
+        dtype: type of the backbone's parameters, default as the folder records; the hash is compared in that one. A
+            model of own experts still chooses them in float32, as in training; one that was trained by ``lora`` in
+            half precision is recorded as float32 and computes in its training's type what it computed there.
         device: see ``load_backbone``.
 
     Raises:
@@ -135,21 +138,31 @@ def load_model(
     spec = _checked_spec(folder, about)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
-    own = str(folder / "backbone") if spec.native else None  # a model whose own experts were trained
+    if spec.native and backbone is not None:
+        raise ConfigError(f"{folder} holds its whole model, so it takes no other backbone: leave --backbone out.")
+    own = str(folder / "backbone") if spec.native else None
     loaded = load_backbone(own or backbone or recorded["name"], dtype=recorded["dtype"], device=device)
     if loaded.hash != recorded["hash"]:
+        if spec.native:
+            raise ModelFolderError(
+                f"{folder} was saved with hash {recorded['hash'][:12]}…, but the model in {own} has hash "
+                f"{loaded.hash[:12]}…. It was changed since, or saved by another version of fedloom: take the folder "
+                "that the run wrote and the version that fedloom.json names, or run again."
+            )
         raise ModelFolderError(
             f"{folder} was trained on {recorded['name']!r} with hash {recorded['hash'][:12]}…, but the backbone found "
             f"has hash {loaded.hash[:12]}…. Give the right one with --backbone."
         )
     if tokenizer_hash(loaded.tokenizer) != recorded["tokenizer_hash"]:
         raise ModelFolderError(f"{folder} was trained with another tokenizer than {loaded.name!r} has.")
-    if dtype is not None:
-        loaded.model.to(DTYPES[dtype])
     if spec.native:
         if bad := [name for name, p in loaded.model.named_parameters() if not torch.isfinite(p).all()]:
             raise ModelFolderError(f"{folder}: {bad[0]!r} holds NaN or infinity. The model is damaged; train it again.")
-        return LoadedModel(about, Workbench(loaded, spec, cache_dir()))
+        kind = DTYPES[dtype or recorded["dtype"]]
+        return LoadedModel(about, Workbench(loaded, spec, cache_dir(), answers_in=kind))
+    if dtype is not None:
+        for parameter in loaded.model.parameters():  # not buffers: rotary frequencies are float32 in any model
+            parameter.data = parameter.data.to(DTYPES[dtype])
     tensors = _stored_tensors(folder, spec, target_modules(loaded.model, spec.targets), loaded.hidden_size)
     bench = Workbench(loaded, spec, cache_dir())
     bench.load(tensors, spec)

@@ -7,9 +7,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from fedloom.adapters.native import find_native
+from fedloom.adapters.native_graft import NativeGraft
 from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.errors import AdapterError
-from fedloom.types import Tensors, component
+from fedloom.methods.base import Method
+from fedloom.numerics.seeding import generator
+from fedloom.types import AdapterSpec, Setup, Tensors, component
+from small_world import same
 
 RANK, ALPHA = 3, 5.0
 SHAPES = {
@@ -260,3 +264,27 @@ def test_m9_adapters_of_two_experts_load_in_either_order(family: str) -> None:
     assert torch.equal(found[0], found[2])
     lora.load(start | first)
     assert not torch.equal(logits(model, family), found[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_seed_of_a_run_draws_the_first_factors(family: str) -> None:
+    """A is U(-1/√in, 1/√in), drawn name by name in the order of the model; all else is as the backbone has it."""
+    spec = AdapterSpec((), native="lora", rank=RANK, alpha=ALPHA)
+    initial = NativeGraft(make_native(family), spec).read()
+
+    def start(seed: int) -> Tensors:
+        return Method().init(Setup(seed, spec, {}, HIDDEN, ("ann",), initial)).tensors
+
+    found, other = start(1), start(2)
+    assert same(found, start(1))
+    assert list(found) == list(initial)
+    draw = generator(1, "adapter-init")
+    for name, tensor in found.items():
+        if name.endswith(".lora_A"):
+            bound = tensor.shape[1] ** -0.5
+            assert torch.equal(tensor, torch.empty(tensor.shape).uniform_(-bound, bound, generator=draw))
+            assert not torch.equal(tensor, other[name])
+            assert not torch.equal(tensor, initial[name])
+        else:
+            assert torch.equal(tensor, initial[name])
+            assert torch.equal(tensor, other[name])

@@ -1,12 +1,14 @@
 """A backbone's hash, and the cache keyed by it, change with whatever changes its numbers."""
 
 import copy
+import hashlib
+import json
 from pathlib import Path
 
 import torch
 
 from fedloom.backbones.features import prompt_features
-from fedloom.backbones.load import Backbone, parameter_hash
+from fedloom.backbones.load import COMPUTING, Backbone, parameter_hash
 from fedloom.data.tokenize import prompt_text
 from small_world import byte_tokenizer, small_backbone, small_llama
 
@@ -24,6 +26,16 @@ def test_the_hash_knows_parameters_and_what_the_configuration_computes() -> None
     renamed = copy.deepcopy(model)
     renamed.config._name_or_path = "elsewhere"
     assert parameter_hash(renamed) == parameter_hash(model)
+
+
+def test_a_model_without_experts_of_its_own_is_hashed_by_what_all_models_have() -> None:
+    model = small_llama()
+    fields = {key: value for key, value in model.config.to_dict().items() if key in COMPUTING}
+    expected = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    for name, weight in sorted(model.named_parameters()):
+        shape = ", ".join(map(str, weight.shape)) + ("," if weight.dim() == 1 else "")
+        expected.update(f"{name}|torch.float32|({shape})|".encode() + weight.numpy().tobytes())
+    assert parameter_hash(model) == expected.hexdigest()
 
 
 def test_features_of_another_model_are_not_taken_from_the_cache(tmp_path: Path) -> None:

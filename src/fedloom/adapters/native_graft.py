@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -31,36 +31,47 @@ class NativeGraft:
     client sends would hold the rounding of what it got. So ``full`` makes the whole model float32; under ``lora`` all
     but factors and routers stays as it came.
 
+    Args:
+        model: the model, changed in place.
+        spec: what is trained.
+        answers_in: for a trained model that only answers: the type that it computes in. Its routers stay float32, as in
+            training, so that they choose the experts that they chose there.
+
     Attributes:
         model: the model, trained in place.
         spec: what is trained.
-        initial: all tensors as they were in the backbone; ``routing(None)`` computes with them.
+        initial: all tensors as they were in the backbone; ``routing(None)`` computes with them. None where the model
+            only answers, which then holds no copy of itself.
         router: always None: the model's own routers choose experts.
     """
 
     router: nn.Module | None = None
     fan_in_fan_out = False
 
-    def __init__(self, model: nn.Module, spec: AdapterSpec) -> None:
+    def __init__(self, model: nn.Module, spec: AdapterSpec, answers_in: torch.dtype | None = None) -> None:
         self.model = model
         self.spec = replace(spec, kept=(), blend=False)
         self.shapes: dict[str, tuple[int, int]] = {}
         self.hidden_size = 0
         self.named: NativeModel | NativeLoRA
         if spec.native == "full":
-            unwrap(model).requires_grad_(True)
             self.named = find_native(model)
-            unwrap(model).float()
         elif spec.native == "lora":
             self.named = graft_expert_lora(model, spec.rank, spec.alpha, train_routers=True)
-            for layer in self.named.layers:
-                layer.router.float().register_forward_pre_hook(_in_float32)
         else:
             raise AdapterError(f"Native experts are trained 'full' or by 'lora', not {spec.native!r}.")
+        if spec.native == "full" and answers_in is None:
+            unwrap(model).requires_grad_(True).float()
+        else:
+            for layer in self.named.layers:
+                layer.router.float().register_forward_pre_hook(_in_float32)
+        if answers_in is not None:
+            routing = {id(p) for layer in self.named.layers for p in layer.router.parameters()}
+            _retype((p for p in unwrap(model).parameters() if id(p) not in routing), answers_in)
         for module in unwrap(model).modules():
             if hasattr(module, "jitter_noise"):  # transformers multiplies the experts' input by it, too, in place
                 module.jitter_noise = 0.0  # type: ignore[assignment]
-        self.initial: Tensors = self.named.read()
+        self.initial: Tensors | None = self.named.read() if answers_in is None else None
         self.blend = Blend(model)
         self.respec(spec)
 
@@ -123,10 +134,19 @@ class NativeGraft:
 
     @contextmanager
     def routing(self, routing: Routing) -> Iterator[None]:
-        """Compute with the trained tensors inside or, for None, with those of the backbone and all its experts."""
+        """Compute with the trained tensors inside or, for None, with those of the backbone and all its experts.
+
+        Raises:
+            AdapterError: for None, where the model only answers.
+        """
         if routing is not None:
             yield
             return
+        if self.initial is None:
+            raise AdapterError(
+                "Routing 'off' means the backbone before training, but this model was trained whole and holds only "
+                "what it became: load that backbone itself."
+            )
         trained = self.named.read()
         self.named.load(self.initial)
         open_only(self.named.layers, ())
@@ -147,31 +167,56 @@ class NativeGraft:
 
     @contextmanager
     def merged(self) -> Iterator[nn.Module]:
-        """Give the bare model with the trained tensors in its own weights, to be saved; restored afterwards."""
+        """Give the bare model with the trained tensors in its own weights, to be saved; restored afterwards.
+
+        Each weight is the one that a forward pass computes with. Where some parameters are float32 and others are not,
+        all are: nothing is lost, and a model of one type is saved.
+        """
         if self.spec.kept:
             raise AdapterError("A model of some experts only cannot be saved as a model of its family.")
         if self.spec.blend:
             raise AdapterError("A model with a blended head cannot be saved as a model of its family.")
         if self.spec.native == "full":
-            yield self.model
+            with _of_one_type(self.model):
+                yield self.model
             return
         factors = self.read()
         wrapped = [module for module in self.model.modules() if isinstance(module, WeightLoRA)]
         before = [(W, W.detach().clone()) for module in wrapped for W in module.base.parameters()]
         with torch.no_grad():
             for module in wrapped:
-                for name, A, B in zip(module.names, module.A, module.B, strict=True):
-                    W = module.base.get_parameter(name)
-                    W.add_((B @ A).to(W.dtype), alpha=module.scaling)
+                for name, weight in module.adapted().items():
+                    module.base.get_parameter(name).copy_(weight)
         self.named.remove()  # type: ignore[union-attr]
         try:
-            yield self.model
+            with _of_one_type(self.model):
+                yield self.model
         finally:
             with torch.no_grad():
                 for W, value in before:
                     W.copy_(value)
             self.named = graft_expert_lora(self.model, self.spec.rank, self.spec.alpha, train_routers=True)
             self.load(factors)
+
+
+def _retype(tensors: Iterable[Tensor], kind: torch.dtype) -> None:
+    """Cast tensors of a model in place."""
+    for tensor in tensors:
+        tensor.data = tensor.data.to(kind)
+
+
+@contextmanager
+def _of_one_type(model: nn.Module) -> Iterator[None]:
+    """Let parameters and floating-point buffers be float32 inside where the parameters are not all of one type."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    kinds = [t.dtype for t in tensors]
+    if len({p.dtype for p in model.parameters()}) > 1:
+        _retype(tensors, torch.float32)
+    try:
+        yield
+    finally:
+        for tensor, kind in zip(tensors, kinds, strict=True):
+            _retype([tensor], kind)
 
 
 def _in_float32(router: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -47,12 +47,16 @@ class WeightLoRA(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``base`` with the adapted weights."""
+        return functional_call(self.base, self.adapted(), args, kwargs)
+
+    def adapted(self) -> dict[str, Tensor]:
+        """Return W + s B A by name of the weight, (o, i) or (E, o, i), in W's type."""
         adapted = {}
         for name, A, B in zip(self.names, self.A, self.B, strict=True):
             W = self.base.get_parameter(name)
             add_product = torch.baddbmm if W.dim() == 3 else torch.addmm
             adapted[name] = add_product(W, B.to(W.dtype), A.to(W.dtype), alpha=self.scaling)
-        return functional_call(self.base, adapted, args, kwargs)
+        return adapted
 
     def extra_repr(self) -> str:
         return f"rank={self.A[0].shape[-2]}, scaling={self.scaling:g}"
@@ -141,7 +145,7 @@ def graft_expert_lora(
         model: a model that ``find_native`` knows.
         rank: rank per expert and weight.
         alpha: LoRA alpha.
-        generator: source of the first A; default seed 0.
+        generator: source of the first A; default seed 0. A run loads what ``Method.init`` draws.
         train_routers: also train the routers themselves: without, new experts are chosen as the old ones were.
     """
     if rank < 1:

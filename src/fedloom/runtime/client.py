@@ -58,13 +58,18 @@ class Rows:
 
 
 class Workbench:
-    """One backbone with one graft, on which clients take turns and evaluation runs."""
+    """One backbone with one graft, on which clients take turns and evaluation runs.
 
-    def __init__(self, backbone: Backbone, spec: AdapterSpec, cache: Path | None) -> None:
+    ``answers_in`` is for native experts that are not to be trained; see ``NativeGraft``.
+    """
+
+    def __init__(
+        self, backbone: Backbone, spec: AdapterSpec, cache: Path | None, *, answers_in: torch.dtype | None = None
+    ) -> None:
         self.backbone = backbone
         self.grafted: Grafted | NativeGraft
         if spec.native:
-            self.grafted = NativeGraft(backbone.model, spec)
+            self.grafted = NativeGraft(backbone.model, spec, answers_in)
         else:
             quicken(backbone.model)
             self.grafted = graft(backbone.model, spec, backbone.hidden_size)
