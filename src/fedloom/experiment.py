@@ -20,6 +20,7 @@ from fedloom.config import Config
 from fedloom.errors import ConfigError
 from fedloom.export import save_model
 from fedloom.files import write_atomic, write_json
+from fedloom.locking import alone
 from fedloom.measure import audit, evaluate_final, evaluate_round, experts_of
 from fedloom.methods.base import Method
 from fedloom.provenance import identity, manifest
@@ -52,10 +53,13 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     Raises:
         FedloomError: see the message; what was written before stays usable with ``resume``.
     """
+    out = Path(out)
+    with alone(out, f"is writing this run, {out}. Wait for it, stop it, or give another --out."):
+        return _run(config, out, resume, observer or Observer())
+
+
+def _run(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Plain]:
     start = time.perf_counter()
-    observer, out = observer or Observer(), Path(out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a folder.")
     if (out / "checkpoints").exists() and not resume:
         raise ConfigError(f"{out} already holds a run. Give --resume to go on with it, or another --out.")
     resumed = resume and bool(CheckpointFolder(out / "checkpoints", {}).rounds())

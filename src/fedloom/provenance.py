@@ -34,8 +34,15 @@ def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]
     return sections | {
         "backbone_hash": backbone.hash,
         "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
-        "rows": _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in data.clients.values()]),
-        "test_rows": _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in data.test.values()]),
+        **_row_hashes(data),
+    }
+
+
+def _row_hashes(data: Data) -> dict[str, Plain]:
+    """Return sha256 over all training and over all test rows, as token ids."""
+    return {
+        name: _hash([[[*e.ids, e.prompt_length] for e in rows.encoded] for rows in parts.values()])
+        for name, parts in (("rows", data.clients), ("test_rows", data.test))
     }
 
 
@@ -75,5 +82,6 @@ def manifest(
             "tokenizer_hash": tokenizer_hash(backbone.tokenizer),
         },
         "seed": config.seed,
+        **_row_hashes(data),
         "data": data.manifest,
     }

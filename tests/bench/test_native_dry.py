@@ -25,7 +25,7 @@ REST = SPARSE * EXPERT + SPARSE * EXPERTS * WIDTH + VOCABULARY * WIDTH + (12 * 2
 MODEL = SPARSE * EXPERTS * EXPERT + ATTENTION + REST
 
 
-def cell(native="full", task="ag_news", method=None, **training):
+def cell(native="full", task="ag_news", method=None, label="fedavg_moe", rounds=2, **training):
     plain = {
         "method": method or {"name": "fedavg_moe"},
         "backbone": {"name": "google/switch-base-16"},
@@ -34,10 +34,16 @@ def cell(native="full", task="ag_news", method=None, **training):
             "max_length": 100,
         },
         "adapter": {"native": native, "rank": 4},
-        "federation": {"rounds": 2},
+        "federation": {"rounds": rounds},
         "training": {"steps": 100_000, "epochs": 3, "batch_size": 8, **training},
     }
-    return Cell("x", "fedavg_moe", "FedAvg", parse_config(plain))
+    return Cell("x", label, "FedAvg", parse_config(plain))
+
+
+def printed(cells, width=80):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(dry_table(cells))
+    return [line.strip() for line in console.export_text().splitlines()]
 
 
 def test_every_parameter_is_trained():
@@ -90,8 +96,6 @@ def test_a_forecast_holds_pfl_moes_own_heads_and_gates():
         plain.down_bytes,
         plain.total_bytes,
     )
-    never = forecast(cell(method=options | {"after": 2}))
-    assert never.hours == plain.hours
 
 
 def test_a_forecast_holds_fedmoes_capacity_and_its_probe():
@@ -111,11 +115,32 @@ def test_a_forecast_holds_fedmoes_capacity_and_its_probe():
 
 
 def test_the_same_method_on_two_tasks_stands_under_each():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(dry_table([cell(), cell(task="mmlu"), cell()]))
-    lines = [" ".join(line.split()[:2]) for line in console.export_text().splitlines()]
+    lines = [" ".join(line.split()[:2]) for line in printed([cell(), cell(task="mmlu"), cell()])]
     kept = [line for line in lines if line.startswith(("google", "FedAvg"))]
     assert kept == ["google/switch-base-16: ag_news", "FedAvg 2", "google/switch-base-16: mmlu", "FedAvg 1"]
+
+
+def test_cells_that_need_other_amounts_are_summed_each(monkeypatch):
+    """2, 2 and 200 rounds are 204 rounds, not 3 × 2; every configuration is looked at once, whatever its seeds."""
+    cells = [cell(), cell(rounds=200), cell()]
+    one, two = forecast(cells[0]), forecast(cells[1])
+    assert two.total_bytes == 100 * one.total_bytes
+    looked = []
+    monkeypatch.setattr("fedloom.bench.dry.forecast", lambda c: looked.append(c) or (one, two)[len(looked) - 1])
+    lines = printed(cells)
+    rows = [line.split() for line in lines if line.startswith("FedAvg")]
+    gigabytes = one.total_bytes / 1e9
+    assert [row[1] for row in rows] == ["2", "1"]
+    assert [row[-3] for row in rows] == [f"{gigabytes:,.2f}", f"{100 * gigabytes:,.2f}"]
+    assert any(line.startswith(f"3 cells: {102 * gigabytes:,.1f} GB sent") for line in lines)
+    assert looked == cells[:2]
+
+
+def test_two_labels_with_one_title_stand_apart(monkeypatch):
+    one = forecast(cell())
+    monkeypatch.setattr("fedloom.bench.dry.forecast", lambda _: one)
+    lines = printed([cell(), cell(label="again")], width=120)
+    assert [line.split()[1] for line in lines if line.startswith("FedAvg (")] == ["(fedavg_moe)", "(again)"]
 
 
 def test_forecast_of_loras_on_experts():

@@ -7,7 +7,7 @@ import statistics
 import pytest
 from bench_records import run, suite, write
 
-from fedloom.bench.results import Stat, load_results
+from fedloom.bench.results import Stat, load_results, mixture_notes
 from fedloom.errors import DataError
 
 
@@ -73,3 +73,43 @@ def test_damaged_files_are_named(tmp_path, content, said):
         (tmp_path / "results.jsonl").write_text(content)
     with pytest.raises(DataError, match=said):
         load_results(tmp_path)
+
+
+def noted(tmp_path, *changes):
+    """Return the notes of FedIT's runs with seeds 42, 43, …, each changed so; ``None`` takes a key out."""
+    runs = [run("fedit", 42 + i) for i in range(len(changes))]
+    for (record, _), change in zip(runs, changes, strict=True):
+        record.update({key: value for key, value in change.items() if value is not None})
+        for key in [key for key, value in change.items() if value is None]:
+            del record[key]
+    return mixture_notes(load_results(write(tmp_path, runs)).cells)
+
+
+def test_a_run_that_two_versions_made_counts_under_both(tmp_path):
+    """Older records have ``source_hash`` only."""
+    (note,) = noted(tmp_path, {}, {"source_hashes": ["a" * 64, "s" * 64]}, {"source_hashes": ["s" * 64]})
+    assert note == (
+        "The 3 runs of this table were made with 2 versions of fedloom's source: ssssssssssss (3 runs), "
+        "aaaaaaaaaaaa (1 run); 1 run by more than one, resumed."
+    )
+    assert noted(tmp_path, {}, {"source_hashes": ["s" * 64]}) == []
+
+
+def test_other_weights_under_one_backbones_name_are_noted(tmp_path):
+    (note,) = noted(tmp_path, {}, {"backbone_hash": "x" * 64}, {})
+    assert note == (
+        "The 3 runs of this table on tiny had 2 versions of its weights: bbbbbbbbbbbb (2 runs), xxxxxxxxxxxx (1 run)."
+    )
+    assert noted(tmp_path, {}, {"backbone_hash": "x" * 64, "backbone": "tiny-switch"}) == []
+    (note,) = noted(tmp_path, {}, {"backbone_hash": None})
+    assert note.endswith("bbbbbbbbbbbb (1 run), unknown (1 run).")
+
+
+def test_other_rows_in_one_setting_and_seed_are_noted(tmp_path):
+    one, other = {"rows": "r" * 64, "test_rows": "t" * 64}, {"rows": "r" * 64, "test_rows": "u" * 64}
+    assert noted(tmp_path, one, other) == []  # other seeds draw other rows
+    (note,) = noted(tmp_path, one, other | {"seed": 42, "label": "fedprox"})
+    assert note == "Runs of tiny, α = 0.3, seed 42, were measured on 2 different sets of rows."
+    assert noted(tmp_path, one, {"seed": 42, "label": "fedprox"}) == []  # an older record does not say
+    pooled = one | {"rows": "p" * 64, "seed": 42, "label": "centralised", "method": "centralised"}
+    assert noted(tmp_path, one, pooled) == []  # the same rows in one list

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +18,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fedloom.bench.runner import Progress, Results, alone, run_cells
+from fedloom.bench.runner import Progress, Results, run_cells
 from fedloom.bench.suite import load_suite
 from fedloom.cli import app
+from fedloom.config import parse_config
 from fedloom.errors import ConfigError
+from fedloom.experiment import run
+from fedloom.locking import alone
 from small_world import client_rows, save_backbone
 
 
@@ -82,6 +93,11 @@ def test_a_record_says_what_was_run_and_what_came_out(finished: tuple[Path, list
     assert str(out) not in json.dumps(record)
     local = Results(out).read()["local_s1"]
     assert (local["routing"], local["global_model"], local["personal"]) == ({}, False, True)
+    manifest = json.loads((out / "cells" / "fedit_s1" / "manifest.json").read_text())
+    assert record["source_hashes"] == manifest["source_hashes"] == [record["source_hash"]]
+    assert len({record["rows"], record["test_rows"]}) == 2
+    assert (local["rows"], local["test_rows"]) == (record["rows"], record["test_rows"])
+    assert (record["config"]["training"]["steps"], record["config"]["training"]["clip"]) == (1, 1.0)
 
 
 def test_a_finished_cell_is_never_run_again(suite: Path, finished: tuple[Path, list[Progress]]) -> None:
@@ -103,7 +119,7 @@ def test_another_configuration_for_a_finished_cell_is_refused(
     plain["base"]["training"]["steps"] = 2
     other = suite.with_name("other.yaml")
     other.write_text(yaml.safe_dump(plain))
-    with pytest.raises(ConfigError, match="fedit_s1 from another configuration"):
+    with pytest.raises(ConfigError, match=r"fedit_s1 is from another configuration.*training\.steps was 1, is 2"):
         run_cells(load_suite(other)[1], out)
 
 
@@ -129,6 +145,127 @@ def test_the_command_writes_tables_and_a_report(suite: Path, finished: tuple[Pat
     assert nothing.exit_code == 1
 
 
+@pytest.mark.parametrize("change", ["other", "gone"])
+def test_results_of_another_suite_are_refused_whatever_is_to_run(
+    change: str, suite: Path, finished: tuple[Path, list[Progress]], tmp_path: Path
+) -> None:
+    """Tables are of all lines of the file, so --only does not help; the suite beside them stays the old one."""
+    shutil.copy(finished[0] / "results.jsonl", tmp_path)
+    (tmp_path / "suite.yaml").write_text("as it was")
+    plain = yaml.safe_load(suite.read_text())
+    if change == "other":
+        plain["methods"]["local"]["training"] = {"lr": 0.5}
+        said = "local_s1 is from another configuration than the suite has now: training.lr was 0.0001, is 0.5"
+    else:
+        plain["grid"] = [{"methods": ["fedit"], "seeds": [1]}]
+        said = "local_s1 is no cell of the suite"
+    other = suite.with_name(f"{change}-suite.yaml")
+    other.write_text(yaml.safe_dump(plain))
+    found = CliRunner().invoke(app, ["bench", str(other), "--out", str(tmp_path), "--only", "fedit", "--resume"])
+    assert found.exit_code == 1
+    words = " ".join(found.output.split())
+    assert said in words
+    assert "fedit_s1" not in words
+    assert "Give another --out" in words
+    assert (tmp_path / "suite.yaml").read_text() == "as it was"
+    assert not (tmp_path / "tables").exists()
+
+
 def test_two_processes_cannot_run_cells_in_one_folder(suite: Path, tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(ConfigError, match="another fedloom bench is running"):
+    with (
+        alone(tmp_path, ""),
+        pytest.raises(ConfigError, match=rf"another process \(pid {os.getpid()}\) runs the cells"),
+    ):
         run_cells(load_suite(suite)[1], tmp_path)
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    """Return what ``found`` returns as soon as that is something."""
+    for _ in range(1000):
+        if value := found():
+            return value
+        time.sleep(0.01)
+    raise AssertionError("it did not come about in 10 seconds")
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs; one that nobody has waited for yet does not."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(shown.strip()) and not shown.startswith("Z")
+
+
+class Bench:
+    """A process that runs a cell which only sleeps."""
+
+    def __init__(self, suite: Path, folder: Path) -> None:
+        self.out, self.said = folder / "out", folder / "pid"
+        self.stub = folder / "sleeps"
+        self.stub.write_text(f"#!/bin/sh\necho $$ > {self.said}\nexec sleep 60\n")
+        self.stub.chmod(0o755)
+        self.cells = load_suite(suite)[1][:1]
+        self.process = multiprocessing.get_context("fork").Process(target=self.run)
+        self.process.start()
+        self.cell = int(wait_for(lambda: self.said.is_file() and self.said.read_text().strip()))
+
+    def run(self) -> None:
+        sys.executable = str(self.stub)
+        try:
+            run_cells(self.cells, self.out)
+        except KeyboardInterrupt:
+            os._exit(3)
+
+    def end(self, number: signal.Signals) -> int | None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        self.process.join(10)
+        return self.process.exitcode
+
+
+def test_a_bench_that_is_told_to_end_ends_its_cells(suite: Path, tmp_path: Path) -> None:
+    bench = Bench(suite, tmp_path)
+    assert bench.end(signal.SIGTERM) == 3
+    assert not alive(bench.cell)
+    with alone(bench.out, "holds it"):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_cells_that_outlive_their_bench_keep_the_folder(suite: Path, tmp_path: Path) -> None:
+    """Else a second bench would start a second process for the same cell."""
+    bench = Bench(suite, tmp_path)
+    assert bench.end(signal.SIGKILL) == -signal.SIGKILL
+    try:
+        assert alive(bench.cell)
+        with pytest.raises(ConfigError, match="or did so and left some running"):
+            run_cells(bench.cells, bench.out)
+    finally:
+        os.kill(bench.cell, signal.SIGKILL)
+    wait_for(lambda: not alive(bench.cell))
+    with alone(bench.out, "holds it"):
+        pass
+
+
+def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
+    """The other holds the folder before it has written anything, and leaves it free however it ends."""
+    out = tmp_path / "out"
+
+    def hold() -> None:
+        with alone(out, ""):
+            (tmp_path / "held").touch()
+            time.sleep(60)
+
+    other = multiprocessing.get_context("fork").Process(target=hold)
+    other.start()
+    try:
+        wait_for((tmp_path / "held").exists)
+        config = parse_config({"data": {"synthetic": {}}, "backbone": {"name": "no such"}})
+        with pytest.raises(ConfigError, match=rf"another process \(pid {other.pid}\) is writing this run"):
+            run(config, out, resume=True)
+    finally:
+        other.kill()
+        other.join()
+    with alone(out, "holds it"):
+        assert (out / ".lock").read_text() == str(os.getpid())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file; give a folder"):
+        run(config, tmp_path / "file")

@@ -84,6 +84,47 @@ def test_combinations_and_overlays() -> None:
     assert over == {"a": {"x": 1, "y": 3}, "b": {"z": 1}}
 
 
+def varied(folder: Path, *blocks: dict[str, list[Any]], **benchmark: Any) -> Path:
+    """Return a suite of FedIT with a block of the grid per ``vary``; the first with seed 1, the second with 2, …"""
+    base = BASE | {"data": {"benchmark": BASE["data"]["benchmark"] | benchmark}}
+    grid = [{"methods": ["fedit"], "seeds": [i], "vary": vary} for i, vary in enumerate(blocks, start=1)]
+    return written(folder, base=base, grid=grid)
+
+
+def test_what_results_do_not_keep_apart_cannot_be_varied(tmp_path: Path) -> None:
+    """Tables would hold one row for both; with one seed they could not be made at all."""
+    said = "differ in training.lr.*a label of its own"
+    with pytest.raises(ConfigError, match=f"fedit_lr0.0001_s1 and fedit_lr0.01_s1 {said}"):
+        load_suite(varied(tmp_path, {"training.lr": [1e-4, 1e-2]}))
+    with pytest.raises(ConfigError, match=f"fedit_lr0.0001_s1 and fedit_lr0.01_s2 {said}"):
+        load_suite(varied(tmp_path, {"training.lr": [1e-4]}, {"training.lr": [1e-2]}))
+    assert len(load_suite(varied(tmp_path, {"training.lr": [1e-2]}, {"training.lr": [1e-2]}))[1]) == 2
+
+
+def test_a_key_may_follow_an_axis(tmp_path: Path) -> None:
+    """Tasks are an axis under label skew only, as records hold them."""
+    blocks = [
+        {"data.benchmark.tasks": [[task]], "data.max_length": [length]} for task, length in (("a", 64), ("b", 128))
+    ]
+    _, cells = load_suite(varied(tmp_path, *blocks, skew="label"))
+    assert [(c.axes["tasks"], c.config.data.max_length) for c in cells] == [("a", 64), ("b", 128)]
+    with pytest.raises(ConfigError, match=r"differ in data\.benchmark\.tasks, data\.max_length"):
+        load_suite(varied(tmp_path, *blocks))
+
+
+def test_one_run_under_two_names_is_refused(tmp_path: Path) -> None:
+    grid = [{"methods": ["fedit"], "seeds": [1], "vary": v} for v in ({}, {"data.benchmark.alpha": [0.3]})]
+    with pytest.raises(ConfigError, match=r"fedit_s1 and fedit_alpha0\.3_s1 are the same run"):
+        load_suite(written(tmp_path, grid=grid))
+
+
+def test_the_suites_of_the_repository_can_be_read() -> None:
+    paths = sorted((Path(__file__).parents[2] / "experiments").glob("*/suite.yaml"))
+    assert len(paths) >= 5
+    for path in paths:
+        load_suite(path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +16,8 @@ from rich.text import Text
 
 from fedloom.bench.dry import dry_table
 from fedloom.bench.outputs import write_outputs
-from fedloom.bench.runner import Progress, run_cells, write_suite_copy
-from fedloom.bench.suite import load_suite
+from fedloom.bench.runner import Progress, run_cells
+from fedloom.bench.suite import load_suite, selected
 from fedloom.errors import ConfigError
 
 #: Most rows of the live table.
@@ -37,36 +38,26 @@ def bench_command(
     """Run a suite and write its tables, figures and report; return whether every cell is done.
 
     Raises:
-        ConfigError: the suite is wrong, ``out`` holds results and ``resume`` is not given, or ``only`` fits no cell.
+        ConfigError: the suite is wrong, ``only`` fits no cell, ``out`` holds results and ``resume`` is not given, or
+            they do not fit the suite.
     """
     suite, cells = load_suite(path)
-    if only:
-        cells = [cell for cell in cells if cell.name.startswith(tuple(only))]
-        if not cells:
-            raise ConfigError(f"--only {' '.join(only)} fits no cell of {path}.")
+    chosen = selected(cells, only, path)
     if dry_run:
-        console.print(dry_table(cells))
+        console.print(dry_table(chosen))
         return True
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a folder.")
     if (out / "results.jsonl").exists() and not resume:
         raise ConfigError(f"{out} already holds results. Give --resume to go on with them, or another --out.")
-    write_suite_copy(path, out)
     command = shlex.join(["fedloom", *sys.argv[1:]])
     begun = time.monotonic()
+    run = partial(run_cells, cells, out, chosen=chosen, suite=path, jobs=jobs, command=command)
     if quiet:
-        board = run_cells(cells, out, jobs=jobs, command=command)
+        board = run()
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=2, transient=True) as live:
-            board = run_cells(
-                cells,
-                out,
-                jobs=jobs,
-                command=command,
-                show=lambda b: live.update(live_table(suite.title, b, begun, jobs)),
-            )
+            board = run(show=lambda b: live.update(live_table(suite.title, b, begun, jobs)))
     else:
-        board = run_cells(cells, out, jobs=jobs, command=command, show=Lines(console))
+        board = run(show=Lines(console))
     failed = [progress for progress in board if progress.state == "failed"]
     written = write_outputs(out, suite.title, suite.notes)
     if not quiet:

@@ -174,27 +174,39 @@ def _met(model: Any, whole: int) -> int:
 
 
 def dry_table(cells: Sequence[Cell]) -> Group:
-    """Return a table per backbone and tasks, and the sum: what the cells of each label need, in 80 columns."""
-    groups: dict[tuple[str, str], dict[str, list[Cell]]] = {}
+    """Return a table per backbone and tasks, and the sum: what the cells of each label need, in 80 columns.
+
+    Cells of one label that need the same stand in one row.
+    """
+    groups: dict[tuple[str, str], dict[tuple[str, Forecast], int]] = {}
+    known: dict[str, Forecast] = {}  # seeds do not matter
+    labels: dict[str, set[str]] = {}  # title → labels
+    for cell in cells:
+        labels.setdefault(cell.title, set()).add(cell.label)
     for cell in cells:
         benchmark = cell.config.data.benchmark
         tasks = ", ".join(benchmark.tasks) if benchmark else ""
-        groups.setdefault((cell.config.backbone.name, tasks), {}).setdefault(cell.title, []).append(cell)
+        configuration = cell.config.model_dump_json(exclude={"seed"})
+        if configuration not in known:
+            known[configuration] = forecast(cell)
+        name = f"{cell.title} ({cell.label})" if len(labels[cell.title]) > 1 else cell.title
+        rows = groups.setdefault((cell.config.backbone.name, tasks), {})
+        row = (name, known[configuration])
+        rows[row] = rows.get(row, 0) + 1
     shown: list[RenderableType] = [Text("What the suite will take", style="bold")]
     hours, moved, examples = 0.0, 0.0, set()
-    for (backbone, tasks), methods in groups.items():
+    for (backbone, tasks), rows in groups.items():
         title = Text(f"{backbone}: {tasks}" if tasks else backbone, style="italic")
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
         table.add_column("method", overflow="fold")
         for heading in ("cells", "trained M", "warm-up steps", "MB up", "MB down", "GB sent", "device GB", "hours"):
             table.add_column(heading, justify="right")
-        for label, group in methods.items():
-            one = forecast(group[0])
-            hours, moved = hours + one.hours * len(group), moved + one.total_bytes * len(group)
+        for (name, one), count in rows.items():
+            hours, moved = hours + one.hours * count, moved + one.total_bytes * count
             examples.add(one.examples)
             table.add_row(
-                Text(label),
-                str(len(group)),
+                Text(name),
+                str(count),
                 f"{one.trainable / 1e6:,.2f}",
                 f"{one.probe_steps:,}",
                 f"{one.up_bytes / 1e6:,.2f}",

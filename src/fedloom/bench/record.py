@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedloom.bench.suite import Cell
+from fedloom.bench.suite import Cell, flat
+from fedloom.config import Config
 from fedloom.runtime.events import RoundLog
 from fedloom.types import AdapterSpec, Plain
 
@@ -26,7 +28,6 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
     for mode, found in metrics.get("routing", {}).items():
         routing[mode] = {key: value for key, value in found.items() if key not in PER_EXAMPLE}
         examples[mode] = {key: value for key, value in found.items() if key in PER_EXAMPLE}
-    benchmark, synthetic = config.data.benchmark, config.data.synthetic
     alignment = metrics.get("alignment")
     record = {
         "cell": cell.name,
@@ -34,19 +35,19 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "title": cell.title,
         "method": config.method.name,
         "seed": config.seed,
-        "alpha": benchmark.alpha if benchmark else None,
-        "tasks": "+".join(benchmark.tasks) if benchmark and benchmark.skew == "label" else None,
-        "mixing": synthetic.mixing if synthetic else None,
-        "separability": synthetic.separability if synthetic else None,
-        "drift": synthetic.drift if synthetic else None,
+        **cell.axes,
         "backbone": config.backbone.name,
         "config_hash": cell.config_hash,
+        "config": whole_configuration(config),
         "source_hash": manifest["source_hash"],
+        "source_hashes": manifest["source_hashes"],
         "fedloom": manifest["fedloom"],
         "python": manifest["python"],
         "packages": manifest["packages"],
         "machine": manifest["machine"],
         "backbone_hash": manifest["backbone"]["hash"],
+        "rows": manifest["rows"],
+        "test_rows": manifest["test_rows"],
         "test_rows_too_long": manifest["data"].get("test_rows_too_long"),
         "global_model": method.global_model,
         "personal": method.personal,
@@ -66,6 +67,39 @@ def make_record(cell: Cell, folder: Path, command: str) -> tuple[dict[str, Plain
         "command": command,
     }
     return record, examples
+
+
+def whole_configuration(config: Config) -> dict[str, Plain]:
+    """Return a configuration with all defaults, also the method's, and in place of paths what the files hold.
+
+    Returns:
+        Sections as in the configuration; a file of a user's own rows is the sha256 of its bytes, and left out where it
+        is missing. A benchmark's root is left out, too: ``rows`` of a record says what was drawn from it.
+    """
+    method = config.build_method()
+    plain = config.model_dump(mode="json")
+    plain["method"] = {"name": config.method.name, **method.options.model_dump(mode="json")}
+    plain["adapter"]["rank"] = config.adapter.rank or method.default_rank
+    (plain["data"]["benchmark"] or {}).pop("root", None)
+    for part in ("clients", "test"):
+        files = {name: Path(path) for name, path in plain["data"][part].items()}
+        hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+        plain["data"][part] = hashes
+    return plain
+
+
+def difference(record: Mapping[str, Plain], cell: Cell) -> str:
+    """Say in what a finished cell's record differs from the suite's cell; nothing if it does not, as far as is known.
+
+    Records of older versions have the hash only, of what a suite says beyond defaults; and a version knows no keys of
+    later ones.
+    """
+    before, now = flat(record.get("config") or {}), flat(whole_configuration(cell.config))
+    known = sorted(before.keys() & now.keys())
+    keys = [f"{key} was {before[key]!s:.40}, is {now[key]!s:.40}" for key in known if before[key] != now[key]]
+    if record.get("config_hash") == cell.config_hash and not keys:
+        return ""
+    return "is from another configuration than the suite has now" + (f": {'; '.join(keys)}" if keys else "")
 
 
 def curve(rounds: Sequence[dict[str, Plain]], measure: str) -> list[list[float]]:

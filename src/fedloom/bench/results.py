@@ -205,17 +205,54 @@ def per_hundred(cell: Cell, mode: str, what: str) -> float | None:
 
 
 def mixture_notes(cells: Sequence[Cell]) -> list[str]:
-    """Return a note for a table whose cells other versions of the source or other packages made; else nothing."""
-    sources = _counted(str(cell.record.get("source_hash") or "unknown")[:12] for cell in cells)
+    """Return notes for a table whose cells differ in version: of the source, packages, backbones or rows; else nothing.
+
+    A run that was resumed under another version of the source counts under both.
+    """
+    made_by = [c.record.get("source_hashes") or [c.record.get("source_hash") or "unknown"] for c in cells]
+    sources = _counted(str(source)[:12] for hashes in made_by for source in hashes)
     start = f"The {len(cells)} runs of this table were made with"
     notes = []
     if len(sources) > 1:
-        notes.append(f"{start} {len(sources)} versions of fedloom's source: {_runs(sources)}.")
+        resumed = sum(len(hashes) > 1 for hashes in made_by)
+        several = f"; {plural(resumed, 'run')} by more than one, resumed" if resumed else ""
+        notes.append(f"{start} {len(sources)} versions of fedloom's source: {_runs(sources)}{several}.")
     found = [{"python": cell.record.get("python"), **(cell.record.get("packages") or {})} for cell in cells]
     for name in sorted({name for versions in found for name in versions}):
         versions = _counted(str(packages.get(name) or "unknown") for packages in found)
         if len(versions) > 1:
             notes.append(f"{start} {len(versions)} versions of {name}: {_runs(versions)}.")
+    return [*notes, *_backbone_notes(cells), *_row_notes(cells)]
+
+
+def _backbone_notes(cells: Sequence[Cell]) -> list[str]:
+    by_name: dict[str, list[str]] = {}
+    for cell in cells:
+        weights = str(cell.record.get("backbone_hash") or "unknown")[:12]
+        by_name.setdefault(cell.record["backbone"], []).append(weights)
+    return [
+        f"The {len(hashes)} runs of this table on {name} had {len(set(hashes))} versions of its weights: "
+        f"{_runs(_counted(hashes))}."
+        for name, hashes in by_name.items()
+        if len(set(hashes)) > 1
+    ]
+
+
+def _row_notes(cells: Sequence[Cell]) -> list[str]:
+    """Say where runs of one setting and seed had other rows, as far as is on record; pooled rows stand in one list."""
+    notes = []
+    for key, had in (("rows", "trained"), ("test_rows", "measured")):
+        found: dict[tuple[Setting, int, bool], set[str]] = {}
+        for cell in cells:
+            method = METHODS.get(cell.record["method"])
+            pooled = method is not None and method.pooled
+            if (rows := cell.record.get(key)) is not None:
+                found.setdefault((cell.setting, cell.seed, pooled), set()).add(rows)
+        notes += [
+            f"Runs of {setting.text}, seed {seed}, were {had} on {len(hashes)} different sets of rows."
+            for (setting, seed, _), hashes in found.items()
+            if len(hashes) > 1
+        ]
     return notes
 
 

@@ -6,13 +6,14 @@ is never run again; one that was interrupted goes on from its newest checkpoint;
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +21,18 @@ from typing import IO
 
 import yaml
 
-from fedloom.bench.record import make_record
+from fedloom.bench.record import difference, make_record
 from fedloom.bench.suite import Cell
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.files import write_atomic, write_json
+from fedloom.files import write_atomic
+from fedloom.locking import alone
 from fedloom.runtime.events import RoundLog
 from fedloom.types import Plain
 
 #: Seconds between two looks at the running cells.
 TICK = 0.5
+#: Most faults of earlier results that are named.
+NAMED = 8
 
 
 @dataclass
@@ -89,6 +93,8 @@ def run_cells(
     cells: Sequence[Cell],
     out: Path,
     *,
+    chosen: Sequence[Cell] | None = None,
+    suite: Path | None = None,
     jobs: int = 1,
     command: str = "",
     show: Callable[[Sequence[Progress]], None] = lambda progress: None,
@@ -96,53 +102,86 @@ def run_cells(
     """Run what is not done yet.
 
     Args:
-        cells: see ``suite.load_suite``.
+        cells: all cells of the suite; earlier results must be theirs, since tables are made of all that ``out`` holds.
         out: folder of the suite's results.
+        chosen: those of ``cells`` to run; default all.
+        suite: the suite's file, of which a copy is kept beside the results.
         jobs: cells at the same time.
         command: what the person typed, for the records.
         show: called a few times a second with every cell's progress.
 
     Raises:
-        ConfigError: a finished cell was run with another configuration than the suite has now, or another process runs
-            cells in ``out``.
+        ConfigError: earlier results are not the suite's as it is now, or another process runs cells in ``out``.
+        KeyboardInterrupt: this process was told to end (SIGTERM); its cells have ended.
     """
-    with alone(out):
-        return _run_cells(cells, out, jobs, command, show)
+    busy = (
+        f"runs the cells of {out}, or did so and left some running; the .lock of a cell's folder names its process. "
+        "Wait for them, or stop them."
+    )
+    with alone(out, busy) as lock, heeding_sigterm() as check:
+        results = Results(out)
+        known = results.read()
+        refuse_strangers(cells, known, results.path)
+        if suite is not None:
+            write_atomic(out / "suite.yaml", suite.read_bytes())
+        board = [Progress(cell) for cell in (cells if chosen is None else chosen)]
+        for progress in board:
+            if (record := known.get(progress.cell.name)) is not None:
+                progress.state, progress.record = "done", record
+        _run_waiting(board, results, jobs, command, show, lock, check)
+        return board
+
+
+def refuse_strangers(cells: Sequence[Cell], known: Mapping[str, dict[str, Plain]], path: Path) -> None:
+    """Refuse earlier results, cell → record, that are not what the suite's cells would give."""
+    of_suite = {cell.name: cell for cell in cells}
+    said = {n: difference(r, of_suite[n]) if n in of_suite else "is no cell of the suite" for n, r in known.items()}
+    if faults := [f"{name} {fault}" for name, fault in said.items() if fault]:
+        more = f"\n  … and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+        raise ConfigError(
+            f"{path} does not fit the suite:\n  " + "\n  ".join(faults[:NAMED]) + f"{more}\n"
+            "Tables are made of all its lines, so they would mix both. Give another --out, or the suite as it was "
+            "(suite.yaml there), or remove these lines, and their folders in 'cells', to run what the suite has now."
+        )
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Hold ``out`` for one process: two would lose each other's results."""
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another fedloom bench is running cells in {out}. Wait for it, or stop it.") from error
-        yield
+def heeding_sigterm() -> Iterator[Callable[[], None]]:
+    """Yield a check for moments when work may stop: after SIGTERM it raises KeyboardInterrupt, as Ctrl-C does."""
+    told: list[int] = []
+
+    def check() -> None:
+        if told:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
+        yield check
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _run_cells(
-    cells: Sequence[Cell], out: Path, jobs: int, command: str, show: Callable[[Sequence[Progress]], None]
-) -> list[Progress]:
-    results = Results(out)
-    known = results.read()
-    board = [Progress(cell) for cell in cells]
-    for progress in board:
-        if (record := known.get(progress.cell.name)) is not None:
-            if record["config_hash"] != progress.cell.config_hash:
-                raise ConfigError(
-                    f"{results.path} holds {progress.cell.name} from another configuration than the suite has now. "
-                    "Give another --out, or remove its line and its folder in 'cells' to run it again."
-                )
-            progress.state, progress.record = "done", record
+def _run_waiting(
+    board: Sequence[Progress],
+    results: Results,
+    jobs: int,
+    command: str,
+    show: Callable[[Sequence[Progress]], None],
+    lock: int,
+    check: Callable[[], None],
+) -> None:
+    out = results.out
     queue = [progress for progress in board if progress.state == "waiting"]
     running: list[Job] = []
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                running.append(start(queue.pop(0), out))
+                running.append(start(queue.pop(0), out, lock))
             time.sleep(TICK)
+            check()
             for job in list(running):
                 job.progress.round = last_round(out / "cells" / job.progress.cell.name)
                 if job.process.poll() is not None:
@@ -152,14 +191,14 @@ def _run_cells(
     finally:
         for job in running:
             job.process.terminate()
+        for job in running:
             job.process.wait()
             job.log.close()
     show(board)
-    return board
 
 
-def start(progress: Progress, out: Path) -> Job:
-    """Start, or go on with, a cell."""
+def start(progress: Progress, out: Path, lock: int) -> Job:
+    """Start, or go on with, a cell; it holds the folder's lock as well, since it may outlive this process."""
     folder = out / "cells" / progress.cell.name
     folder.mkdir(parents=True, exist_ok=True)
     config = out / "cells" / f"{progress.cell.name}.yaml"
@@ -167,9 +206,10 @@ def start(progress: Progress, out: Path) -> Job:
     log = open(out / "cells" / f"{progress.cell.name}.log", "ab")  # noqa: SIM115 (closed by finish)
     arguments = [sys.executable, "-m", "fedloom.cli", "run", str(config), "--out", str(folder), "--resume", "--quiet"]
     progress.state, progress.started = "running", time.monotonic()
-    return Job(
-        progress, subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL), log
+    process = subprocess.Popen(
+        arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, pass_fds=(lock,)
     )
+    return Job(progress, process, log)
 
 
 def finish(job: Job, results: Results, command: str) -> None:
@@ -198,12 +238,3 @@ def last_round(folder: Path) -> int:
     except FedloomError:
         return 0  # it is being written
     return records[-1]["round"] if records else 0
-
-
-def write_suite_copy(path: Path, out: Path) -> None:
-    """Keep the suite beside its results."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "suite.yaml", path.read_bytes())
-
-
-__all__ = ["Progress", "Results", "run_cells", "write_json", "write_suite_copy"]

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedloom.config import Config, explained, parse_config, read_yaml
 from fedloom.errors import ConfigError, nearest
+from fedloom.types import Plain
 
 #: Short names for what a cell may vary; they stand in cell names and result columns.
 AXES = {
@@ -74,6 +75,18 @@ class Cell:
         plain["data"].get("benchmark", {}).pop("root", None)
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def axes(self) -> dict[str, Plain]:
+        """What a record keeps of the setting beside the backbone (``results.AXES``); null where it does not apply."""
+        benchmark, synthetic = self.config.data.benchmark, self.config.data.synthetic
+        return {
+            "alpha": benchmark.alpha if benchmark else None,
+            "tasks": "+".join(benchmark.tasks) if benchmark and benchmark.skew == "label" else None,
+            "mixing": synthetic.mixing if synthetic else None,
+            "separability": synthetic.separability if synthetic else None,
+            "drift": synthetic.drift if synthetic else None,
+        }
+
 
 def load_suite(path: Path) -> tuple[Suite, list[Cell]]:
     """Read a suite and expand its cells, in the order of the grid; each is checked as a configuration.
@@ -83,7 +96,8 @@ def load_suite(path: Path) -> tuple[Suite, list[Cell]]:
     maps dotted keys to values). Relative data paths are relative to the suite's folder.
 
     Raises:
-        ConfigError: the file or a cell's configuration is wrong, a label is unknown, or two cells have one name.
+        ConfigError: the file or a cell's configuration is wrong, a label is unknown, two cells have one name, or cells
+            differ in what results do not keep apart.
     """
     try:
         suite = Suite.model_validate(read_yaml(path))
@@ -99,7 +113,52 @@ def load_suite(path: Path) -> tuple[Suite, list[Cell]]:
     names = [cell.name for cell in cells]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{path}: the grid has the cell {twice[0]} twice.")
+    _refuse_hidden_differences(cells, path)
     return suite, cells
+
+
+def _refuse_hidden_differences(cells: Sequence[Cell], path: Path) -> None:
+    """Refuse cells that results would take for seeds of one row, though more than the seed, or not even that, differs.
+
+    What differs together with an axis, as a length with the tasks, is kept apart by the axis.
+    """
+    rows: dict[tuple[Plain, ...], Cell] = {}
+    runs: dict[tuple[Plain, ...], Cell] = {}
+    for cell in cells:
+        row = (cell.label, cell.config.backbone.name, *cell.axes.values())
+        first = rows.setdefault(row, cell)
+        one, other = (flat(c.config.model_dump(exclude={"seed"})) for c in (first, cell))
+        if keys := sorted(key for key in one | other if one.get(key) != other.get(key)):
+            raise ConfigError(
+                f"{path}: {first.name} and {cell.name} differ in {', '.join(keys)}. Results keep apart labels, "
+                f"backbones, {', '.join(cell.axes)} (tasks under label skew only), so tables would take both for seeds "
+                "of one row. Give each value a label of its own under 'methods'."
+            )
+        twin = runs.setdefault((*row, cell.config.seed), cell)
+        if twin is not cell:
+            raise ConfigError(
+                f"{path}: {twin.name} and {cell.name} are the same run. Take one of them out of the grid."
+            )
+
+
+def flat(plain: Mapping[str, Plain], above: str = "") -> dict[str, Plain]:
+    """Return dotted key → value of nested mappings; an empty one has no keys."""
+    found: dict[str, Plain] = {}
+    for key, value in plain.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return found
+
+
+def selected(cells: Sequence[Cell], only: Sequence[str], path: Path) -> list[Cell]:
+    """Return the cells whose names start with one of ``only``; all where it is empty.
+
+    Raises:
+        ConfigError: it fits no cell.
+    """
+    found = [cell for cell in cells if cell.name.startswith(tuple(only))] if only else list(cells)
+    if not found:
+        raise ConfigError(f"--only {' '.join(only)} fits no cell of {path}.")
+    return found
 
 
 def combinations(vary: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
