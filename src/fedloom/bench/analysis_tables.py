@@ -30,7 +30,7 @@ from fedloom.bench.tables import (
     run_notes,
     seed_notes,
 )
-from fedloom.report.wording import listed, number
+from fedloom.report.wording import number
 
 
 def analysis_tables(results: Results, comparisons: Comparisons) -> list[Table]:
@@ -158,13 +158,13 @@ def _time_notes(cells: Sequence[Cell]) -> list[str]:
     }
     known = {key: sum(cell.get("costs", key) is not None for cell in cells) for key in said}
     missing = {
-        "cluster_seconds": "clustering apart",
-        "probe_server_seconds": "the server's alignment, which is not in it",
+        "cluster_seconds": " These runs did not measure clustering apart.",
+        "probe_server_seconds": " Nor is the server's alignment, which these runs did not measure.",
     }
-    lacking = [what for key, what in missing.items() if not known[key]]
+    lacking = [what for key, what in reversed(missing.items()) if not known[key]]
     notes = [
         "Probe: buckets, warm-ups and what is sent for them, of all clients one after another. Embedding the prompts "
-        "comes before and is not in it." + (f" These runs did not measure {listed(lacking)}." if lacking else "")
+        "comes before and is not in it." + "".join(lacking)
     ]
     for key, what in said.items():
         if known[key]:
