@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,36 @@ import torch
 from tiny_training import Row, epoch_tokens
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fedloom.data.tasks import INSTRUCTIONS
+
 SENTINELS = 16
-WINDOW, WINDOWS, SUBJECTS, TASKS = 128, 4, 24, 8  # tokens of a window; windows, subjects and other tasks a step
+WINDOW = 128  # tokens
+WINDOWS, SUBJECTS, SECTIONS, TASKS = 4, 12, 16, 4  # of each so many a step
 NOISE, SPAN = 0.4, 4  # share of a window that is hidden, mean length of a hidden span
 SUBJECT_PROMPT, PROMPT = 64, 128  # longest prompt in tokens
 LISTED = 280  # most characters of what a response is read from, so that it fits into the prompt
+#: Which section of a newspaper subjects of mmlu are nearest to. Sports is none of them: there words of a text decide.
+SECTION_OF = {
+    "world": (
+        "global_facts high_school_european_history high_school_geography high_school_government_and_politics "
+        "high_school_us_history high_school_world_history international_law security_studies us_foreign_policy "
+        "world_religions"
+    ),
+    "business": (
+        "business_ethics econometrics high_school_macroeconomics high_school_microeconomics management marketing "
+        "professional_accounting public_relations"
+    ),
+    "science": (
+        "astronomy college_biology college_chemistry college_computer_science college_physics computer_security "
+        "conceptual_physics electrical_engineering high_school_biology high_school_chemistry "
+        "high_school_computer_science high_school_physics machine_learning virology"
+    ),
+}
+SPORTS = re.compile(
+    r"\b(sports?|basketball|soccer|football|baseball|tennis|hockey|golf|volleyball|swimm\w*|racing|runners?|marathon|teams?|"
+    r"coach|players?|tournament|league|olympics?|championship|athletes?|medals?|touchdowns?)\b",
+    re.IGNORECASE,
+)
 Pair = tuple[list[int], list[int]]  # what the encoder reads, what the decoder writes
 
 
@@ -81,6 +107,20 @@ def name_subject(row: Row, rng: random.Random) -> tuple[str, str]:
     return f"Name the subject of this text.\n\nText:\n{text}", subject
 
 
+def section_of(row: Row) -> str | None:
+    """Return the section of a newspaper that a row is nearest to, if any: its subject's, or sports by its words."""
+    if "choices" not in row or row["subject"] == "miscellaneous":
+        return "sports" if SPORTS.search(row["question"]) else None
+    return next((section for section, subjects in SECTION_OF.items() if row["subject"] in subjects.split()), None)
+
+
+def name_section(row: Row, section: str, rng: random.Random) -> tuple[str, str]:
+    """Make the task of naming a row's section, as fedloom asks for the topic of news: (prompt, response)."""
+    question = row["question"].strip()
+    text = rng.choice((question, question, "\n".join([question, *row["choices"]]))) if "choices" in row else question
+    return f"{INSTRUCTIONS['news']}\n\nNews:\n{text}", section
+
+
 def ask(row: Row, other: Row, rng: random.Random) -> tuple[str, str, str]:
     """Make another task of a row: (task, prompt, response). ``other`` is another row of the same source."""
     question = row["question"].strip()
@@ -141,6 +181,21 @@ def subject_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int
         yield encode(*name_subject(row, rng), tokenizer, SUBJECT_PROMPT)
 
 
+def section_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Pair]:
+    """Yield tokenised section tasks without end, of each section alike often."""
+    rng = random.Random(f"sections {seed}")
+    pools: dict[str, list[Row]] = {}
+    for row in rows:
+        if (section := section_of(row)) is not None:
+            pools.setdefault(section, []).append(row)
+    streams = {
+        section: shuffled(pool, 1, random.Random(f"{section} {seed}")) for section, pool in sorted(pools.items())
+    }
+    while True:
+        section = rng.choice(list(streams))
+        yield encode(*name_section(next(streams[section]), section, rng), tokenizer)
+
+
 def task_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Pair]:
     """Yield the other tokenised tasks without end."""
     rng = random.Random(f"tasks {seed}")
@@ -160,10 +215,11 @@ def collate(pairs: Iterable[Pair], pad: int) -> Batch:
 
 
 def batches(rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Batch, ...]]:
-    """Yield (windows, subjects, other tasks) without end."""
+    """Yield (windows, subjects, sections, other tasks) without end."""
     streams = (
         (windows(rows, tokenizer, seed), WINDOWS),
         (subject_pairs(rows, tokenizer, seed), SUBJECTS),
+        (section_pairs(rows, tokenizer, seed), SECTIONS),
         (task_pairs(rows, tokenizer, seed), TASKS),
     )
     while True:
@@ -184,6 +240,9 @@ def held_out_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerFast) -> list[
     for row in kin[True]:
         prompt, subject = f"Name the subject of this text.\n\nText:\n{row['question'].strip()}", row["subject"]
         named.append(("subject", encode(prompt, subject.replace("_", " "), tokenizer, SUBJECT_PROMPT)))
+    for row in rows:
+        if (section := section_of(row)) is not None:
+            named.append(("section", encode(*name_section(row, section, rng), tokenizer)))
     for row in rows * 3:
         task, prompt, response = ask(row, rng.choice(kin["choices" in row]), rng)
         named.append((task, encode(prompt, response, tokenizer)))
