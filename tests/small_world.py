@@ -242,7 +242,7 @@ def without_seconds(record: Any) -> Any:
         return {
             k: without_seconds(v)
             for k, v in record.items()
-            if not k.endswith("seconds") and k not in ("resumed", "peak_bytes")
+            if not k.endswith("seconds") and k not in ("resumed", "peak_bytes", "peak_device_bytes")
         }
     return [without_seconds(v) for v in record] if isinstance(record, list) else record
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -264,6 +265,10 @@ class Client(Protocol):
 
     def steps(self, training: Training) -> int:
         """Return how many local steps an order asks of this client."""
+        ...
+
+    def timed(self, what: str) -> AbstractContextManager[None]:
+        """Time what happens inside, for a simulation's log: no clock reading leaves a client."""
         ...
 
     def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:

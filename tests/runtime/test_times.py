@@ -13,9 +13,7 @@ import torch
 from fedloom import experiment
 from fedloom.methods import METHODS, prototypes
 from fedloom.methods.base import Method
-from fedloom.methods.prototypes import even_length
 from fedloom.runtime import client
-from fedloom.runtime.wire import encode_reply
 from fedloom.types import Replies, Reply, State
 from small_world import World, outcome
 
@@ -95,20 +93,6 @@ def test_what_clusters_no_examples_has_no_such_time(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.run(kind(kind.Options(warmup_steps=1, router_hidden=4)), rounds=0)
     assert not any("cluster_seconds" in entry for entry in world.log.read()[0]["clients"].values())
-
-
-def test_under_differential_privacy_no_client_tells_its_time() -> None:
-    reply = Reply("ann", {}, {"examples": 3}, {"cluster_seconds": 0.0101}, {"sizes": [2, 1]})
-    assert METHODS["fedweave"]().countless(reply).metrics == {}
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1e-7, 0.02, 0.1234567, 1.0, 9.99999, 12.3456, 654.3, 9999.4])
-def test_a_replys_length_does_not_depend_on_the_clock(seconds: float) -> None:
-    told = even_length(seconds)
-    assert len(json.dumps(told)) == 6
-    assert told == pytest.approx(seconds, rel=1e-3, abs=1e-3)
-    replies = [Reply("ann", {}, {"examples": 1}, {"cluster_seconds": t}) for t in (told, even_length(0.5))]
-    assert len({len(encode_reply(reply, 0)) for reply in replies}) == 1
 
 
 def test_an_accelerators_memory_stands_beside_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,8 @@ class FedRouter(Method):
         """Cluster the ℓ2-normalised features (n, hidden) and send the means (k, hidden); labels stay home."""
         unit = torch.nn.functional.normalize(client.features(), dim=1)
         opt = self.options
-        found = bucketize(unit, max_buckets=opt.max_clusters, restarts=opt.restarts, seed=client.seed("buckets"))
+        with client.timed("cluster"):
+            found = bucketize(unit, max_buckets=opt.max_clusters, restarts=opt.restarts, seed=client.seed("buckets"))
         labels = found.labels.tolist()
         members = members_of(labels, found.count)
         return Reply(

@@ -21,7 +21,6 @@ from fedloom.methods.prototypes import (
     ExpertOptions,
     align_buckets,
     check_counts,
-    clustering,
     find_buckets,
     join_nearest,
     members_of,
@@ -75,13 +74,10 @@ class FedWeave(Method):
 
     def probe(self, client: Client, order: Order) -> Reply:
         """Embed, bucket, warm up one LoRA per bucket, send the adapters whose B factors are the signatures."""
-        with clustering(client, self.options) as metrics:
-            buckets = self.buckets(client)  # line 2
-        reply = warm_up(client, order, buckets, self.options, by_length=self.options.by_length)  # line 3
-        return replace(reply, metrics=reply.metrics | metrics)
+        return warm_up(client, order, self.buckets(client), self.options, by_length=self.options.by_length)  # line 3
 
     def buckets(self, client: Client) -> list[int]:
-        """Return the bucket of each example."""
+        """Return the bucket of each example (line 2)."""
         return find_buckets(client, self.options).labels.tolist()
 
     def discover(self, state: State, replies: Replies) -> State:

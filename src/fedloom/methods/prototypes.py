@@ -6,9 +6,7 @@ specialise by client have one bucket per client.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -53,39 +51,15 @@ def find_buckets(client: Client, options: DiscoveryOptions) -> Buckets:
     features = client.features(layer=options.layer, pooling=options.pooling)
     if options.standardise:
         features = standardise(features)
-    return bucketize(
-        torch.nn.functional.normalize(features, dim=1),
-        clusterer=options.clusterer,
-        max_buckets=options.max_buckets,
-        restarts=options.restarts,
-        choose=options.buckets,
-        seed=client.seed("buckets"),
-    )
-
-
-@contextmanager
-def clustering(client: Client, options: MethodOptions) -> Iterator[dict[str, float]]:
-    """Time what happens inside, with the client's features at hand, and give it as ``cluster_seconds``, for the log.
-
-    Nothing for methods that cluster no examples.
-    """
-    metrics: dict[str, float] = {}
-    if not isinstance(options, DiscoveryOptions) or options.max_buckets == 1:
-        yield metrics
-        return
-    client.features(layer=options.layer, pooling=options.pooling)  # made on first use, which is no clustering
-    start = time.perf_counter()
-    yield metrics
-    metrics["cluster_seconds"] = even_length(time.perf_counter() - start)
-
-
-def even_length(seconds: float) -> float:
-    """Return a time cut to three decimals or four digits, then a 1, so that all below 10,000 s print in six characters.
-
-    A reply's length, by which runs are compared, must not depend on the clock. 0.02 s is 0.0201, 12.3456 s is 12.341.
-    """
-    places = max(1, 5 - len(str(int(seconds))))
-    return round(int(seconds * 10 ** (places - 1)) / 10 ** (places - 1) + 10**-places, places)
+    with client.timed("cluster"):
+        return bucketize(
+            torch.nn.functional.normalize(features, dim=1),
+            clusterer=options.clusterer,
+            max_buckets=options.max_buckets,
+            restarts=options.restarts,
+            choose=options.buckets,
+            seed=client.seed("buckets"),
+        )
 
 
 def members_of(labels: Sequence[int], count: int) -> list[list[int]]:

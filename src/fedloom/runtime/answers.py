@@ -35,6 +35,7 @@ class Receipt:
         seconds: from order to answer.
         memory: version of the client's memory after this order, if it keeps one.
         refused: why there is no reply to read, if the transport knows (a bad checksum, a site that declines).
+        times: seconds that parts of the answer took, by name, where the client runs in this process.
     """
 
     client: str
@@ -44,6 +45,7 @@ class Receipt:
     seconds: float
     memory: str | None = None
     refused: str | None = None
+    times: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class Answers:
                 "bytes_down": receipt.bytes_down,
                 "seconds": round(receipt.seconds, 3),
             }
+            sent |= {f"{what}_seconds": round(seconds, 4) for what, seconds in receipt.times.items()}
             clients[receipt.client] = {**metrics, "examples": examples, **sent}
             for unit, count in counts.items():
                 weights[unit] = weights.get(unit, 0) + count

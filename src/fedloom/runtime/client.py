@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ class LocalClient:
     round: int
     on_step: Callable[[float], None] = lambda loss: None
     kept_optimizer: Tensors = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -101,6 +103,12 @@ class LocalClient:
 
     def steps(self, training: Training) -> int:
         return training.steps_of(self.size)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.times[what] = time.perf_counter() - start
 
     def features(self, layer: Layer = "last", pooling: Pooling = "mean") -> torch.Tensor:
         return self.rows.features(self.bench, layer=layer, pooling=pooling)

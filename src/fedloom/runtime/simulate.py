@@ -113,9 +113,11 @@ class Simulator:
         start = time.perf_counter()
         down = encode_order(order)
         order = decode_order(down)
-        up, kept = leave(method, self._client(order, version, observer), order, self.leaving)
+        client = self._client(order, version, observer)
+        up, kept = leave(method, client, order, self.leaving)
         path = self.spool / f"{order.client}.safetensors"
         path.write_bytes(up)
         if kept is not None:
             version = self.memory.write(order.client, order.round, kept)
-        return Receipt(order.client, path, len(up), len(down), time.perf_counter() - start, version)
+        seconds = time.perf_counter() - start
+        return Receipt(order.client, path, len(up), len(down), seconds, version, times=client.times)
