@@ -27,7 +27,7 @@ from pydantic import Field
 from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
 from fedloom.numerics.aggregate import RunningMean
-from fedloom.numerics.conflict import Weights, conflicts, experts_of
+from fedloom.numerics.conflict import Sizes, Weights, conflicts, sizes_of
 from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
 
@@ -82,15 +82,16 @@ class FCMoE(Method):
 
     def merge(self, state: State, replies: Replies) -> State:
         """Average what is no expert by sample count; experts by importance along their consensus (Eq. 2–4)."""
-        means, weights, norms = RunningMean(), Weights(), []
+        means, weights, sizes, norms = RunningMean(), Weights(), Sizes(), []
         for reply in replies:
-            weights[reply.client] = self.importance(reply)
+            sizes[reply.client] = sizes_of(reply.send)
+            weights[reply.client] = self.importance(reply, sizes[reply.client])
             norms.append([reply.metrics.get(name, 0.0) for name in NORMS])
             means.add_each(reply.send, by_unit(weights[reply.client]))
             del reply  # so that it is gone when the next is read
         consensus = means.mean()  # Eq. 2
         del means
-        log = conflicts(consensus, weights, replies)
+        log = conflicts(consensus, weights, sizes, replies)
         lengths = {name: sum(each[i] for each in norms) / len(norms) for i, name in enumerate(NORMS)}
         tensors = dict(state.tensors)
         for name in list(consensus):  # Eq. 4
@@ -99,12 +100,12 @@ class FCMoE(Method):
             tensors[name] = state.tensors[name] + step
         return replace(state, tensors=tensors, values=state.values | {"log": {"conflict": log} | lengths})
 
-    def importance(self, reply: Reply) -> dict[str, float]:
+    def importance(self, reply: Reply, sizes: dict[str, float]) -> dict[str, float]:
         """Return c_{i,k} = f_{i,k} ‖Δθ_{i,k}‖ of the experts (Eq. 1); the sample count of anything else."""
         weights = {unit: float(count) for unit, count in reply.counts.items()}
         if self.options.importance:
             active = reply.values["activations"]
-            weights |= {unit: active[unit] * norm(update) for unit, update in experts_of(reply.send).items()}
+            weights |= {unit: active[unit] * size for unit, size in sizes.items()}
         return weights
 
     def weights_refused(self) -> str:

@@ -18,9 +18,8 @@ import torch
 from fedloom.errors import ConfigError
 from fedloom.methods.base import Method
 from fedloom.numerics.aggregate import weighted_mean_by_component
-from fedloom.numerics.conflict import conflicts, experts_of
+from fedloom.numerics.conflict import Sizes, Weights, conflicts, sizes_of
 from fedloom.numerics.lowrank import delta, truncate
-from fedloom.numerics.tree import norm
 from fedloom.types import Replies, Reply, State, Tensors, component
 
 
@@ -128,7 +127,7 @@ class ByNorm:
 
     def __iter__(self) -> Iterator[Reply]:
         for reply in self.replies:
-            sizes = {unit: norm(update) for unit, update in experts_of(reply.send).items()}
+            sizes = sizes_of(reply.send)
             counts: Any = {unit: count * sizes.get(unit, 1.0) for unit, count in reply.counts.items()}
             yield replace(reply, counts=counts)
             del reply  # so that it is gone when the next is read
@@ -141,8 +140,12 @@ def without_conflicts(state: State, merged: State, replies: Replies) -> State:
     """Lengthen each expert's mean update as the projection of opposing updates does; see ``numerics.conflict``."""
     means, _ = weighted_mean_by_component(replies)
     consensus = {name: mean for name, mean in means.items() if name.startswith("experts/")}
-    weights = {reply.client: {unit: float(count) for unit, count in reply.counts.items()} for reply in replies}
-    log = conflicts(consensus, weights, replies)
+    weights, sizes = Weights(), Sizes()
+    for reply in replies:
+        weights[reply.client] = {unit: float(count) for unit, count in reply.counts.items()}
+        sizes[reply.client] = sizes_of(reply.send)
+        del reply  # so that it is gone when the next is read
+    log = conflicts(consensus, weights, sizes, replies)
     longer = {n: state.tensors[n] + log[component(n)]["length"] * mean for n, mean in consensus.items()}
     tensors = merged.tensors | longer
     return replace(merged, tensors=tensors, values=merged.values | {"log": {"conflict": log}})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedloom.numerics.tree import dot_and_norm, norm
+from fedloom.numerics.tree import dot, norm
 from fedloom.types import Replies, Tensors, component
 
 Weights = dict[str, dict[str, float]]  # client → component → what it counts
+Sizes = dict[str, dict[str, float]]  # client → expert → norm of the update
 
 #: A consensus this much shorter than the updates behind it is their rounding, and has no direction: the expert stays.
 NO_CONSENSUS = 1e-6
@@ -20,7 +21,12 @@ def experts_of(tensors: Tensors) -> dict[str, Tensors]:
     return found
 
 
-def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[str, dict[str, float]]:
+def sizes_of(tensors: Tensors) -> dict[str, float]:
+    """Return the norm of each expert, by component."""
+    return {unit: norm(update) for unit, update in experts_of(tensors).items()}
+
+
+def conflicts(consensus: Tensors, weights: Weights, sizes: Sizes, replies: Replies) -> dict[str, dict[str, float]]:
     """Return for each expert how its clients' updates stand to their weighted mean, Δ̄ = Σ c_i Δ_i / C.
 
     With a_i = Δ_i·Δ̄, Eq. 3 and 4 of FC-MoE give Σ c_i proj(Δ_i) / C = Δ̄ · (1 + Σ_{a_i<0} c_i |a_i| / (C ‖Δ̄‖²)): the
@@ -29,6 +35,7 @@ def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[st
     Args:
         consensus: Δ̄ of every expert of positive weight, and any other tensors.
         weights: client → component → c_i.
+        sizes: client → expert → ‖Δ_i‖, of who made the consensus.
         replies: read once, one at a time.
 
     Returns:
@@ -41,8 +48,9 @@ def conflicts(consensus: Tensors, weights: Weights, replies: Replies) -> dict[st
         updates = experts_of(reply.send)
         for unit in updates:
             if unit in directions:
-                inner, size = dot_and_norm(updates[unit], {name: directions[unit][name] for name in updates[unit]})
-                found.setdefault(unit, []).append((weights[reply.client][unit], inner, size))
+                inner = dot(updates[unit], {name: directions[unit][name] for name in updates[unit]})
+                counted = weights[reply.client][unit], inner, sizes[reply.client][unit]
+                found.setdefault(unit, []).append(counted)
         del reply, updates  # so that it is gone when the next is read
     log = {}
     for unit, clients in found.items():

@@ -53,6 +53,13 @@ def norm(tensors: Tensors) -> float:
     return math.hypot(*(math.sqrt(sum(float(x @ x) for x in pieces(t))) for t in tensors.values()))
 
 
+def dot(a: Tensors, b: Tensors) -> float:
+    """Return a · b, of all tensors as one vector, in float64."""
+    assert_same_keys(a, b)
+    pairs = (zip(pieces(tensor), pieces(b[name]), strict=True) for name, tensor in a.items())
+    return math.fsum(float(x @ y) for pair in pairs for x, y in pair)
+
+
 def dot_and_norm(a: Tensors, b: Tensors) -> tuple[float, float]:
     """Return a · b, of all tensors as one vector, and ‖a‖, both in float64, reading ``a`` once."""
     assert_same_keys(a, b)
