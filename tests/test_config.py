@@ -96,6 +96,11 @@ def test_defaults_are_the_papers() -> None:
         ({"data": {"benchmark": {"tasks": []}}}, r"'data\.benchmark\.tasks' is \[\]"),
         ({"data": {"benchmark": {"clients": 3}}}, r"'data\.benchmark\.tasks' is missing"),
         ({"seed": "x"}, r"'seed' is 'x'"),
+        ({"training": {"epochs": 3}}, r"'training' is .*epochs needs steps, the most that a client takes in a round"),
+        ({"data": {"benchmark": {"tasks": ["gsm8k"]}, "test": {"a": "t.jsonl"}}}, r"'benchmark' draws .* leave 'test'"),
+        ({"data": {"synthetic": {}, "test": {"a": "t.jsonl"}}}, r"'synthetic' draws its own test rows.* leave 'test'"),
+        ({"evaluation": {"split": "validation"}}, r"evaluation\.split .*with data\.clients .*data\.test"),
+        ({"evaluation": {"personalised_scores": True}}, r"personalised_scores scores .*personalised is 0"),
     ],
 )
 def test_what_is_wrong_is_named(plain: dict[str, object], message: str) -> None:
@@ -151,6 +156,7 @@ def test_overrides_reach_the_methods_options_and_the_last_one_wins(file: Path) -
         ("training.rate=3", "unknown key 'training.rate'"),
         ("trainign.lr=3", "unknown key 'trainign'. Did you mean 'training'?"),
         ("seed=", "'seed' is None"),
+        ("data={clients: {a: b}, clients: {c: d}}", "not valid YAML"),
     ],
 )
 def test_bad_overrides(override: str, message: str, file: Path) -> None:
@@ -195,12 +201,15 @@ def test_relative_files_are_relative_to_the_configuration(tmp_path: Path, monkey
         (b"a: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
         (b"a: \x00\n", "not valid YAML"),
         (b"1: 2\n", "'1'"),
+        (b"seed: 1\nseed: 2\n", "the key 'seed' stands twice"),
+        (b"? [seed]\n: 1\n", "not valid YAML.*unhashable key"),
+        (b"data: {? {a: b} : c}\n", "not valid YAML.*unhashable key"),
     ],
 )
 def test_files_that_are_no_configuration(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_config(path)
 
 
@@ -219,6 +228,12 @@ def test_what_is_written_down_is_what_was_read(file: Path, tmp_path: Path) -> No
     again.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
     assert load_config(again) == config
     assert isinstance(config, Config)
+
+
+def test_passes_and_the_most_steps_are_read_again_as_they_were_written(file: Path) -> None:
+    training = load_config(file, ["training.epochs=3", "training.steps=500"]).training
+    assert (training.ordered().steps_of(80), training.ordered().steps_of(8000)) == (30, 500)
+    assert type(training).model_validate(training.model_dump()) == training
 
 
 @pytest.mark.parametrize(

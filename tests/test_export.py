@@ -372,12 +372,25 @@ def test_evaluating_files_is_the_loss_of_transformers(
     assert evaluate_files(folder, {"mine": file}, generate=False)["loss"]["mine"] != found["loss"]["mine"]
 
 
+def description() -> dict[str, Any]:
+    """Return a description that names a hash no backbone has."""
+    return {
+        "format": 1,
+        "backbone": {"name": "tiny", "hash": "0", "dtype": "float32", "tokenizer_hash": "0"},
+        "adapter": {"targets": ["q_proj"], "rank": 8, "alpha": 16.0, "dropout": 0.0, "experts": 1, "router_hidden": 0},
+        "routing": "top1",
+        "max_length": 512,
+        "experts": [{}],
+    }
+
+
 @pytest.mark.parametrize(
     ("section", "field", "value", "says"),
     [
         ("adapter", "experts", 10**9, "'adapter.experts' has a value"),
         ("adapter", "rank", "8", "'adapter.rank'"),
         ("adapter", "rank", True, "'adapter.rank'"),
+        ("adapter", "rank", 65537, "'adapter.rank'"),
         ("adapter", "router_hidden", -1, "'adapter.router_hidden'"),
         ("adapter", "targets", 5, "not iterable"),
         ("adapter", "targets", [5], "'adapter.targets'"),
@@ -409,15 +422,18 @@ def test_evaluating_files_is_the_loss_of_transformers(
 def test_a_hostile_description_is_refused_before_anything_is_allocated(
     section: str | None, field: str, value: object, says: str, tmp_path: Path
 ) -> None:
-    about = {
-        "format": 1,
-        "backbone": {"name": "tiny", "hash": "0", "dtype": "float32", "tokenizer_hash": "0"},
-        "adapter": {"targets": ["q_proj"], "rank": 8, "alpha": 16.0, "dropout": 0.0, "experts": 1, "router_hidden": 0},
-        "routing": "top1",
-        "max_length": 512,
-        "experts": [{}],
-    }
-    (about[section] if section else about)[field] = value  # type: ignore[index]
+    about = description()
+    (about[section] if section else about)[field] = value
     (tmp_path / "fedloom.json").write_text(json.dumps(about))
     with pytest.raises(ModelFolderError, match=rf"fedloom\.json.*{says}"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [5120, 8192])
+def test_a_rank_as_wide_as_a_large_backbone_is_one_that_a_model_has(rank: int, tmp_path: Path) -> None:
+    """FLoRA and FedEx-LoRA write min(out, in) as the rank; only the hash is wrong here."""
+    about = description()
+    about["adapter"]["rank"] = rank
+    (tmp_path / "fedloom.json").write_text(json.dumps(about))
+    with pytest.raises(ModelFolderError, match="was trained on 'tiny' with hash"):
         load_model(tmp_path)

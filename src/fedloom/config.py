@@ -1,4 +1,4 @@
-"""The configuration of a run: YAML by the safe loader into strict models; an unknown key is an error."""
+"""The configuration of a run: a file into strict models; an unknown key is an error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from fedloom.config_file import override_key, read_yaml
 from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
@@ -82,6 +82,9 @@ class DataConfig(Section):
     def _one_source(self) -> DataConfig:
         if sum(map(bool, (self.benchmark, self.synthetic, self.clients))) != 1:
             raise ValueError("give either 'benchmark' or 'clients' (name: file.jsonl) or 'synthetic', one of the three")
+        if self.test and not self.clients:
+            source = "benchmark" if self.benchmark else "synthetic"
+            raise ValueError(f"'{source}' draws its own test rows, so 'test' would not be read: leave 'test' out")
         return self
 
 
@@ -111,7 +114,7 @@ class FederationConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Local optimisation; defaults are FedWeave's."""
+    """Local optimisation; defaults are FedWeave's. ``epochs`` (0: none) go before ``steps``, then the most."""
 
     steps: int = Field(10, ge=1, le=1_000_000)
     epochs: int = Field(0, ge=0, le=1000)
@@ -121,6 +124,15 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, ge=0)
     optimizer_state: Literal["reset", "keep"] = "reset"
+
+    @model_validator(mode="after")
+    def _most_steps(self) -> TrainingConfig:
+        if self.epochs and "steps" not in self.model_fields_set:
+            raise ValueError(
+                "epochs needs steps, the most that a client takes in a round however many examples it says it has: "
+                "updates are bounded by it, and sites have a limit of it. Set it above what the largest client needs"
+            )
+        return self
 
     def ordered(self, steps_factor: int = 1) -> Training:
         """Return what the server orders; ``steps_factor`` clients' steps in one place for a method that pools rows."""
@@ -210,6 +222,12 @@ class EvaluationConfig(Section):
             raise ValueError("routing needs at least one of soft, top1, top2, …")
         return self
 
+    @model_validator(mode="after")
+    def _scores_of_something(self) -> EvaluationConfig:
+        if self.personalised_scores and not self.personalised:
+            raise ValueError("personalised_scores scores the rows that personalised counts, and personalised is 0")
+        return self
+
 
 class MethodConfig(BaseModel):
     """``name`` and the method's own options beside it."""
@@ -237,7 +255,16 @@ class Config(RunSections):
     data: DataConfig
 
     def build_method(self) -> Method:
-        """Return the method with its options."""
+        """Return the method with its options.
+
+        Raises:
+            ConfigError: sections contradict each other.
+        """
+        if self.evaluation.split != "test" and self.data.clients:
+            raise ConfigError(
+                "evaluation.split chooses between rows that a benchmark draws; with data.clients what is measured is "
+                "data.test. Leave evaluation.split out, and name the rows to validate on under data.test."
+            )
         kind = METHODS[self.method.name]
         method = kind(kind.Options(**(self.method.model_extra or {})))
         server = self.server.ordered()
@@ -270,37 +297,6 @@ class Config(RunSections):
         return method
 
 
-class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses a key that stands twice: YAML would silently take the last one."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
-            seen.add(key.value if isinstance(key.value, str) else id(key))
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping.
-
-    Raises:
-        ConfigError: it cannot be read, is not YAML, holds something else, or gives a key twice.
-    """
-    try:
-        plain = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML in UTF-8: {error}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(Config.model_fields)}).")
-    return plain
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a YAML file, with ``a.b=c`` overrides (values are YAML).
 
@@ -311,7 +307,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     plain = read_yaml(path)
     for override in overrides:
-        _set(plain, override)
+        override_key(plain, override)
     return parse_config(plain, where=str(path), base=path.parent)
 
 
@@ -349,24 +345,6 @@ def _anchored(config: Config, base: Path) -> Config:
     if data.benchmark is not None and data.benchmark.root is not None:
         update["benchmark"] = data.benchmark.model_copy(update={"root": place(data.benchmark.root)})
     return config.model_copy(update={"data": data.model_copy(update=update)})
-
-
-def _set(plain: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {override!r} is not of the form section.key=value.")
-    *sections, last = key.split(".")
-    for section in sections:
-        if plain.get(section) is None:  # absent, or a heading with nothing below it
-            plain[section] = {}
-        inner = plain[section]
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override!r}: {section!r} is not a section.")
-        plain = inner
-    try:
-        plain[last] = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
 
 
 def explained(error: ValidationError, model: type[BaseModel], sections: tuple[str, ...], where: str) -> ConfigError:

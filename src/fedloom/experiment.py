@@ -108,13 +108,13 @@ def _run(config: Config, out: Path, resume: bool, observer: Observer) -> dict[st
         evaluate=lambda state, versions: evaluate_round(config, method, bench, data, state, Memories(memory, versions)),
     )
     memories = Memories(memory, checkpoints.load(state.round).memories)
+    write_models(out, config, method, bench, state, memories)  # first: no failure to measure it costs the model
     metrics = evaluate_final(config, method, bench, data, state, memories, observer)
     metrics["before"] = log.read()[0].get("evaluation")
     metrics["alignment"] = audit(state, memories, data)
     metrics |= peak_memory(backbone.device)
     metrics["seconds"] = round(time.perf_counter() - start, 1)
     metrics["resumed"] = resumed  # then seconds are those since the resume
-    write_models(out, config, method, bench, state, memories)
     write_json(out / "metrics.json", metrics)
     write_report(out)
     return metrics

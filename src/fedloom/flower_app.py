@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from fedloom.adapters.inject import target_modules
+from fedloom.backbones.context import check_length
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import (
     Config,
@@ -25,8 +26,8 @@ from fedloom.config import (
     Section,
     explained,
     parse_config,
-    read_yaml,
 )
+from fedloom.config_file import read_yaml
 from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode, tokenizer_hash
 from fedloom.errors import ConfigError, DataError
@@ -48,7 +49,7 @@ from fedloom.runtime.leaving import leaving_of
 from fedloom.runtime.loop import federate
 from fedloom.runtime.site import Terms
 from fedloom.types import Plain, Setup
-from fedloom.workload import Data
+from fedloom.workload import Data, check_answers
 
 #: Names the server's configuration. It is set where the SuperLink starts, so that nobody who may start a run, and no
 #: site, names a file of the server.
@@ -199,7 +200,9 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     config = site_config.of(clients)
     method = config.build_method()
     hellos = known.get("hello", {}) if resumed else {name: transport.cards[name].hello for name in clients}
+    check_length(backbone, config.data.max_length, observer.say, "max_length")
     data = server_data(config, backbone, {name: row_counts(hello) for name, hello in hellos.items()})
+    check_answers(config, backbone, data.test)
     spec = adapter_spec(config, method, backbone)
     shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
     checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
@@ -236,6 +239,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
         evaluate=lambda state, versions: evaluate_round(config, method, bench, data, state, {}),
         newcomers=transport.newcomers,
     )
+    write_models(out, config, method, bench, state, {})  # first: no failure to measure it costs the model
     metrics = evaluate_final(config, method, bench, data, state, {}, observer)
     metrics["before"] = log.read()[0].get("evaluation")
     metrics["alignment"] = None  # only the sites know which rows are in a bucket
@@ -244,7 +248,6 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     ).ru_maxrss
     metrics["seconds"] = round(time.perf_counter() - start, 1)
     metrics["resumed"] = resumed
-    write_models(out, config, method, bench, state, {})
     write_json(out / "metrics.json", metrics)
     write_report(out)
     write_metrics(out)

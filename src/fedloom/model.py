@@ -17,6 +17,7 @@ from fedloom.adapters.inject import target_modules
 from fedloom.adapters.moe_lora import Routing
 from fedloom.adapters.peft_io import load_expert
 from fedloom.adapters.state import Shapes, check_tensors, expected_shapes, place_expert
+from fedloom.backbones.context import check_room
 from fedloom.backbones.features import prompt_features
 from fedloom.backbones.load import DTYPES, cache_dir, load_backbone
 from fedloom.data.sources import Example
@@ -25,7 +26,7 @@ from fedloom.data.tokenize import encode, encode_prompt, end_token_id, tokenizer
 from fedloom.errors import AdapterError, ConfigError, ModelFolderError
 from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import loss_per_task
-from fedloom.evaluation.scores import score_tasks
+from fedloom.evaluation.scores import new_tokens, score_tasks
 from fedloom.export import FORMAT
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer
@@ -78,23 +79,28 @@ class LoadedModel:
             routing: ``top1`` (only the best expert is active), ``top2``…, ``soft``, or ``off`` for the bare backbone;
                 default as the model folder says.
             max_new_tokens: the most tokens of an answer.
+
+        Raises:
+            ConfigError: a prompt is no text, or the backbone has too few positions for it and its answer.
         """
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        ids = [self._encode(text) for text in texts]
+        ids = [self._encode(text, max_new_tokens) for text in texts]
         chosen = self._route(ids, checked_routing(routing or self.routing))
         tokenizer = self.bench.backbone.tokenizer
         answers = greedy(self.bench, ids, chosen, max_new_tokens, [end_token_id(tokenizer)])
         decoded = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
         return decoded[0] if isinstance(prompt, str) else decoded
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, new_tokens: int = 0) -> list[int]:
         if not text.strip():
             raise ConfigError("the prompt is empty.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the prompt is not valid UTF-8, at character {error.start + 1}.") from error
-        return encode_prompt([("user", text)], self.bench.backbone.tokenizer)
+        ids = encode_prompt([("user", text)], self.bench.backbone.tokenizer)
+        check_room(self.bench.backbone, len(ids), new_tokens, "Shorten the prompt, or ask for fewer new tokens.")
+        return ids
 
     @torch.no_grad()
     def _route(self, ids: Sequence[Sequence[int]], mode: str) -> Routing:
@@ -209,7 +215,7 @@ def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
         texts = ("name", "hash", "dtype", "tokenizer_hash")
         fields = (
             ("adapter.targets", all(isinstance(target, str) for target in spec.targets)),
-            ("adapter.rank", _whole(spec.rank, 1, 4096)),
+            ("adapter.rank", _whole(spec.rank, 1, 65536)),
             ("adapter.experts", _whole(spec.experts, 1, 1024)),
             ("adapter.router_hidden", _whole(spec.router_hidden, 0, 65536)),
             ("adapter.routers", _whole(spec.routers, 1, 1024)),
@@ -295,6 +301,9 @@ def evaluate_files(
         if report.kept < len(found):
             observer.say(f"{task}: {report.summary()}.")
         rows[task], examples[task] = Rows(kept), [found[e.index] for e in kept]
+        if generate:
+            longest = max((e.prompt_length for e in kept), default=0)
+            check_room(model.bench.backbone, longest, new_tokens(task), f"Leave {task} out, or measure the loss only.")
     count = sum(map(len, rows.values()))
     if model.bench.grafted.router is not None:
         observer.phase("features", count)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from fedloom.config import Config
 from fedloom.data.sources import Example
-from fedloom.errors import ConfigError
 from fedloom.evaluation.losses import example_losses, mean_loss
 from fedloom.evaluation.scores import score_tasks
 from fedloom.methods.base import Method
@@ -39,12 +38,7 @@ def personalised(
     Returns:
         ``mean``, ``weighted_mean`` (by rows), ``spread`` (standard deviation over clients) and ``worst`` of the loss,
         the same of the score under ``score`` if it is measured, and every client's.
-
-    Raises:
-        ConfigError: clients' rows carry no task, so their mixtures are unknown.
     """
-    if not data.mixes:
-        raise ConfigError("evaluation.personalised needs rows that name their task (a benchmark): set it to 0.")
     mode = config.evaluation.routing[0]
     rows: dict[str, tuple[str, Rows, list[Example]]] = {}
     for kind, (task, where) in data.kinds.items():

@@ -20,9 +20,17 @@ from fedloom.workload import Data
 
 
 def identity(config: Config, backbone: Backbone, data: Data) -> dict[str, Plain]:
-    """Return what must be the same for a run to be resumed: all but how often one looks and whether one generates."""
+    """Return what must be the same for a run to be resumed.
+
+    That is all but how often one looks, whether one generates, and what is measured at the end only (other routings
+    than the first, clients' own models): so what cannot be measured in the end can be left out, without new training.
+    """
     sections = config.model_dump()
-    sections["evaluation"] = {key: sections["evaluation"][key] for key in ("split", "limit", "routing", "personalised")}
+    sections["evaluation"] = {
+        "split": config.evaluation.split,
+        "limit": config.evaluation.limit,
+        "routing": config.evaluation.routing[:1],
+    }
     if sections["federation"]["wire"] == "none":  # a checkpoint from before the key
         del sections["federation"]["wire"]
     benchmark = sections["data"]["benchmark"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fedloom.backbones.context import check_length, check_room
 from fedloom.backbones.load import Backbone
 from fedloom.config import Config
 from fedloom.data.partition import build_benchmark
@@ -12,7 +14,8 @@ from fedloom.data.sources import Example, read_examples
 from fedloom.data.synthetic import build_synthetic
 from fedloom.data.tasks import read_task_file
 from fedloom.data.tokenize import encode
-from fedloom.errors import DataError
+from fedloom.errors import ConfigError, DataError
+from fedloom.evaluation.scores import new_tokens
 from fedloom.runtime.client import Rows
 from fedloom.runtime.events import Observer
 from fedloom.runtime.memory import check_client_name
@@ -41,8 +44,13 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
 
     Args:
         pooled: train all rows as those of one client, in client order.
+
+    Raises:
+        DataError: a file or a row is wrong, or there is nothing to train on.
+        ConfigError: the backbone has too few positions, or the rows cannot tell what ``evaluation.personalised`` asks.
     """
     data = config.data
+    check_length(backbone, data.max_length, observer.say)
     if data.benchmark is not None or data.synthetic is not None:
         if data.benchmark is not None:
             drawn = build_benchmark(seed=config.seed, **data.benchmark.model_dump())
@@ -95,7 +103,27 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
     )
     if not any(map(len, result.clients.values())):
         raise DataError("no client holds a usable example, so there is nothing to train on.")
+    if config.evaluation.personalised and not any(kind in kinds for mix in result.mixes.values() for kind in mix):
+        raise ConfigError(
+            "evaluation.personalised weighs test rows of each task as a client's own rows are mixed, but no client's "
+            "rows name a task that has test rows, as those of a benchmark do: leave it out."
+        )
+    check_answers(config, backbone, result.test)
     return pool(result) if pooled else result
+
+
+def check_answers(config: Config, backbone: Backbone, test: Mapping[str, Rows]) -> None:
+    """Refuse, before any training, test rows whose answers could not be generated after it."""
+    wanted = config.evaluation
+    if not (wanted.generate or wanted.generate_before or wanted.every_score or wanted.personalised_scores):
+        return
+    for task, rows in test.items():
+        longest = max((encoded.prompt_length for encoded in rows.encoded), default=0)
+        advice = (
+            f"So the test rows of {task!r} cannot be scored: set the maximum length to less than the difference, which "
+            "leaves long prompts out, or evaluation.generate to false."
+        )
+        check_room(backbone, longest, new_tokens(task), advice)
 
 
 def pool(data: Data) -> Data:

@@ -35,7 +35,8 @@ def test_pooled_rows_are_all_rows_in_client_order() -> None:
 
 
 def test_a_pass_over_all_rows_is_not_a_pass_over_a_cohorts() -> None:
-    plain = {"method": {"name": "centralised"}, "data": {"clients": {"ann": "ann.jsonl"}}, "training": {"epochs": 1}}
+    training = {"epochs": 1, "steps": 1000}
+    plain = {"method": {"name": "centralised"}, "data": {"clients": {"ann": "ann.jsonl"}}, "training": training}
     parse_config(plain)
     with pytest.raises(ConfigError, match=r"go over everyone's rows each round.*set participation to 1"):
         parse_config(plain | {"federation": {"participation": 0.25}})

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedloom.config import Config, explained, parse_config, read_yaml
+from fedloom.config import Config, explained, parse_config
+from fedloom.config_file import read_yaml
 from fedloom.errors import ConfigError, nearest
 from fedloom.types import Plain
 

@@ -16,6 +16,11 @@ from fedloom.runtime.client import Rows, Workbench
 DEFAULT_NEW_TOKENS = 64
 
 
+def new_tokens(task: str) -> int:
+    """Return the most tokens of an answer to a task's test rows."""
+    return TASKS[task].max_new_tokens if task in TASKS else DEFAULT_NEW_TOKENS
+
+
 def score_tasks(
     bench: Workbench,
     tasks: Mapping[str, Rows],
@@ -40,10 +45,8 @@ def answer_tasks(
     stop = [end_token_id(tokenizer)]
     texts: dict[str, list[str]] = {}
     for name, rows in tasks.items():
-        task = TASKS.get(name)
         prompts = [e.ids[: e.prompt_length] for e in rows.encoded]
-        budget = task.max_new_tokens if task else DEFAULT_NEW_TOKENS
-        answers = greedy(bench, prompts, gates_for(bench, rows, mode), budget, stop, advance=advance)
+        answers = greedy(bench, prompts, gates_for(bench, rows, mode), new_tokens(name), stop, advance=advance)
         texts[name] = tokenizer.batch_decode(answers, skip_special_tokens=True)
     return texts
 

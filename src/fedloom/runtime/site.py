@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
+from fedloom.backbones.context import check_length
 from fedloom.backbones.load import cache_dir, load_backbone
-from fedloom.config import BackboneConfig, PrivacyConfig, Section, explained, read_yaml
+from fedloom.config import BackboneConfig, PrivacyConfig, Section, explained
+from fedloom.config_file import read_yaml
 from fedloom.data.sources import read_examples
 from fedloom.data.tokenize import encode, tokenizer_hash
 from fedloom.errors import SiteRefusal
@@ -19,6 +21,7 @@ from fedloom.files import write_private
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.runtime.client import LocalClient, Rows, Workbench
+from fedloom.runtime.events import Observer
 from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
 from fedloom.runtime.secagg import SecureClient
@@ -165,6 +168,7 @@ class Site:
         self.config = config
         self.backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
         self.tokenizer_hash = tokenizer_hash(self.backbone.tokenizer)
+        check_length(self.backbone, config.max_length, Observer().say, "max_length")
         examples, self.counts = read_examples(config.data, strict=config.strict)
         kept, self.encoding = encode(
             examples, self.backbone.tokenizer, max_length=config.max_length, strict=config.strict

@@ -1,0 +1,80 @@
+"""What a run keeps when it cannot be measured as asked, and what may change when it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedloom.config import Config, parse_config
+from fedloom.errors import ConfigError
+from fedloom.experiment import run
+from fedloom.model import load_model
+from small_world import save_backbone
+
+SYNTHETIC = {"synthetic": {"patterns": 2, "clients": 2, "train": 4, "val": 0, "test": 2, "keys": 4}}
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_backbone(tmp_path_factory.mktemp("small") / "backbone"))
+
+
+def config(backbone: str, data: dict[str, Any], **evaluation: Any) -> Config:
+    return parse_config(
+        {
+            "method": {"name": "fedit"},
+            "backbone": {"name": backbone, "threads": 1},
+            "data": data,
+            "adapter": {"rank": 2},
+            "federation": {"rounds": 1},
+            "training": {"steps": 1, "batch_size": 2},
+            "evaluation": {"generate": False, **evaluation},
+        }
+    )
+
+
+def test_clients_without_tasks_are_not_trained_for_a_personalised_measure(backbone: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    own = {"clients": {"ann": str(rows)}, "test": {"mine": str(rows)}}
+    with pytest.raises(ConfigError, match=r"evaluation\.personalised .*no client's rows name a task"):
+        run(config(backbone, own, personalised=5), tmp_path / "out")
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_failure_to_measure_costs_neither_the_model_nor_new_training(
+    backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def fail(*_: object) -> None:
+        raise ConfigError("cannot be measured")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedloom.measure.personalised", fail)
+        with pytest.raises(ConfigError, match="cannot be measured"):
+            run(config(backbone, SYNTHETIC, personalised=1), out)
+    assert load_model(out / "model").about["experts"]
+    assert not (out / "metrics.json").exists()
+    log = (out / "rounds.jsonl").read_text()
+
+    metrics = run(config(backbone, SYNTHETIC, routing=["top1", "soft"]), out, resume=True)
+    assert "personalised" not in metrics
+    assert yaml.safe_load((out / "config.yaml").read_text())["evaluation"]["personalised"] == 0
+    metrics = run(config(backbone, SYNTHETIC, personalised=2, personalised_scores=True), out, resume=True)
+    assert metrics["personalised"]["rows_per_kind"] == 2
+    assert yaml.safe_load((out / "config.yaml").read_text())["evaluation"]["personalised"] == 2
+    assert (out / "rounds.jsonl").read_text() == log
+
+
+@pytest.mark.parametrize("change", [{"limit": 1}, {"split": "validation"}, {"routing": ["soft"]}])
+def test_what_is_measured_during_the_rounds_does_not_change(
+    change: dict[str, Any], backbone: str, tmp_path: Path
+) -> None:
+    run(config(backbone, SYNTHETIC), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"written with another .*evaluation"):
+        run(config(backbone, SYNTHETIC, **change), tmp_path / "out", resume=True)
