@@ -187,6 +187,14 @@ def test_a_model_with_experts_of_its_own_has_no_gates_for_a_prompt() -> None:
         LoadedModel({"routing": "top1"}, workbench).gates(["x"])
 
 
+def test_a_model_that_routes_each_token_has_no_gates_for_a_prompt() -> None:
+    spec = AdapterSpec(SPEC.targets, rank=2, alpha=6.0, experts=2, slots=(0, 1))
+    model = LoadedModel({"routing": "soft"}, Workbench(small_backbone(), spec, None))
+    assert not model.has_gates
+    with pytest.raises(ConfigError, match="weighs its experts in each layer for each token"):
+        model.gates(["x"])
+
+
 def test_an_unknown_routing_is_refused(folder: Path) -> None:
     with pytest.raises(FedloomError, match="Unknown routing 'best'"):
         load_model(folder).generate("x", routing="best")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from fedloom.quickstart import explain
+from fedloom.terminal import TerminalObserver
 
 
 def said(top1: dict[str, Any], soft: dict[str, Any], tmp_path: Path) -> str:
@@ -27,3 +29,24 @@ def test_an_unsure_router_is_named_with_its_task(top1: float, told: bool, tmp_pa
     assert "Done in 1.5 minutes." in text
     assert ("One expert alone (top-1) has 50% more loss" in text) is told
     assert ("mostly on sums" in text) is told
+
+
+def test_the_next_commands_work_as_they_are_printed(tmp_path: Path) -> None:
+    out = tmp_path / "a run's folder [b] :smile:" / "of a name that no line of eighty columns can hold"
+    (out / "model").mkdir(parents=True)
+    console = Console(file=io.StringIO(), width=80)
+    explain(console, out, {"seconds": 90.0})
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    generate, evaluate = (shlex.split(line) for line in lines if line.startswith("  fedloom"))
+    question = "Sam has 3 boxes of 4 pens and gives 5 pens away. How many are left?"
+    assert generate == ["fedloom", "generate", str(out / "model"), "--explain", "--prompt", question]
+    assert evaluate == ["fedloom", "evaluate", str(out / "model"), "--task", "mine=FILE.jsonl"]
+    assert f"  model   {out / 'model'}" in lines
+    assert f"  report  {out / 'report.html'}  (open it in a browser)" in lines
+
+
+def test_a_notice_with_a_path_is_one_line() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    notice = "The newest checkpoint is " + "x/" * 60 + " [b]"
+    TerminalObserver(console).say(notice)
+    assert console.file.getvalue() == notice + "\n"  # type: ignore[attr-defined]

@@ -45,6 +45,11 @@ def harmless(text: str) -> Text:
     return Text("".join(repr(c)[1:-1] if c in odd else c for c in text))
 
 
+def tell(text: str) -> None:
+    """Print words from outside, not folded at the console's width: a fold would break paths, commands and answers."""
+    console.file.write(harmless(text).plain + "\n")  # not ``print``, which makes spaces of tabs
+
+
 def spoken(command: Callable[..., None]) -> Callable[..., None]:
     """Turn a mistake of the user into one message and exit code 1."""
 
@@ -54,11 +59,11 @@ def spoken(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except FedloomError as error:
             errors.print("Error:", style="bold red", end=" ")
-            errors.print(harmless(str(error)))
+            errors.print(harmless(str(error)), soft_wrap=True)
             raise typer.Exit(1) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            errors.print(harmless(f"Error: {where}{error.strerror or error}"))
+            errors.print(harmless(f"Error: {where}{error.strerror or error}"), soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             errors.print("\nStopped. A run that has finished a round goes on from there with --resume.")
@@ -192,12 +197,12 @@ def generate(
     from fedloom.model import load_model
 
     loaded = load_model(model, backbone=backbone)
-    gates = loaded.gates([prompt])[0].tolist() if explain or (as_json and not loaded.native) else []
+    gates = loaded.gates([prompt])[0].tolist() if explain or (as_json and loaded.has_gates) else []
     answer = loaded.generate(prompt, routing=routing, max_new_tokens=max_new_tokens)
     if as_json:
         _print_json({"prompt": prompt, "text": answer, "routing": routing or loaded.routing, "gates": gates})
         return
-    console.print(harmless(str(answer)))
+    tell(str(answer))
     if explain:
         table = Table(title=harmless(f"gates ({routing or loaded.routing})"))
         table.add_column("expert", justify="right")
@@ -318,11 +323,11 @@ def status(
         return
     done = "no round is finished" if found.round is None else f"round {found.round} of {found.rounds_wanted}"
     state = "finished" if found.finished else f"last written {found.updated or 'never'}"
-    console.print(harmless(f"{found.method} · {done} · {state}"))
+    tell(f"{found.method} · {done} · {state}")
     if words := privacy_words(found.rounds, noise=True):
-        console.print(harmless(words))
+        tell(words)
     if found.waiting_for:
-        console.print(harmless(f"waiting for {', '.join(found.waiting_for)}"))
+        tell(f"waiting for {', '.join(found.waiting_for)}")
     table = Table(box=None, pad_edge=False)
     for heading in ("site", "last seen", "examples", "used", "absent", "quarantined", "up", "down"):
         table.add_column(heading, justify="left" if heading in ("site", "last seen") else "right", overflow="fold")
@@ -334,11 +339,11 @@ def status(
     console.print(table)
     for name, site in found.sites.items():
         for number, reason in site.quarantined.items():
-            console.print(harmless(f"{name}, round {number}, quarantined: {reason}"))
+            tell(f"{name}, round {number}, quarantined: {reason}")
     for node, why in found.refused.items():
-        console.print(harmless(f"node {node} is refused: {why}"))
+        tell(f"node {node} is refused: {why}")
     for line in expert_lines(found):
-        console.print(harmless(line))
+        tell(line)
 
 
 @app.command()
@@ -359,7 +364,7 @@ def check(
         _print_json([report.to_plain() for report in reports])
         return
     for report in reports:
-        console.print(harmless(str(report)))
+        tell(str(report))
 
 
 def _print_json(value: Any) -> None:

@@ -42,10 +42,10 @@ class RoundError(FedloomError):
     """A round cannot be completed; the global model is untouched."""
 
 
-def nearest(word: str, known: Iterable[str], n: int = 3) -> str:
+def nearest(word: object, known: Iterable[object], n: int = 3) -> str:
     """Return ``" Did you mean 'x'?"`` for the known words nearest to ``word``, or a list of what there is."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=n, cutoff=0.5)
+    known = sorted(map(str, known))
+    close = difflib.get_close_matches(str(word), known, n=n, cutoff=0.5)
     if close:
         return " Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")

@@ -57,14 +57,20 @@ class LoadedModel:
         """Whether the experts are the backbone's own."""
         return bool(self.bench.grafted.spec.native)
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether experts are weighed by prompt, not for each token (by the backbone itself, or by slots)."""
+        return not (self.native or self.bench.grafted.spec.slots)
+
     def gates(self, prompts: Sequence[str]) -> torch.Tensor:
         """Return the softmax gate of every expert for each prompt, (n, M); ones for a model with one expert.
 
         Raises:
-            ConfigError: the experts are the backbone's own, which it chooses for each token.
+            ConfigError: the experts are chosen for each token, see ``has_gates``.
         """
-        if self.native:
-            raise ConfigError("This model chooses its own experts for each token, so a prompt has no gates to explain.")
+        if not self.has_gates:
+            whose = "chooses its own experts" if self.native else "weighs its experts in each layer"
+            raise ConfigError(f"This model {whose} for each token, so a prompt has no gates to explain.")
         gates = self._route([self._encode(p) for p in prompts], "soft")
         assert gates is not None
         return gates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -58,14 +59,19 @@ def explain(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
         _explain_routing(console, metrics["routing_matrix"])
     console.print(f"\nDone in {metrics['seconds'] / 60:.1f} minutes.", style="bold", highlight=False)
     model = a_model(out)
-    console.print(f"  model   {model}", markup=False, highlight=False)
+    _whole(console, f"  model   {model}")
     if model.parent != out:
-        console.print(f"          (every client has its own in {model.parent})", markup=False, highlight=False)
-    console.print(f"  report  {out / 'report.html'}  (open it in a browser)", markup=False, highlight=False)
+        _whole(console, f"          (every client has its own in {model.parent})")
+    _whole(console, f"  report  {out / 'report.html'}  (open it in a browser)")
     console.print("\nNext:", style="bold")
     question = "Sam has 3 boxes of 4 pens and gives 5 pens away. How many are left?"
-    console.print(f'  fedloom generate {model} --explain --prompt "{question}"', markup=False, highlight=False)
-    console.print(f"  fedloom evaluate {model} --task mine=FILE.jsonl", markup=False, highlight=False)
+    _whole(console, "  " + shlex.join(["fedloom", "generate", str(model), "--explain", "--prompt", question]))
+    _whole(console, "  " + shlex.join(["fedloom", "evaluate", str(model), "--task", "mine=FILE.jsonl"]))
+
+
+def _whole(console: Console, line: str) -> None:
+    """Print a line to copy from: as it stands, not folded at the console's width."""
+    console.print(Text(line), soft_wrap=True)
 
 
 def _explain_buckets(console: Console, alignment: dict[str, Plain]) -> None:

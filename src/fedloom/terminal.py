@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from fedloom.runtime.events import Observer
 from fedloom.types import Plain
@@ -64,7 +65,8 @@ class TerminalObserver(Observer):
 
     def say(self, message: str) -> None:
         if not self.quiet:
-            self.progress.console.print(message, style="dim", markup=False, highlight=False)
+            # Not folded: notices name paths, which a fold would break.
+            self.progress.console.print(Text(message), style="dim", soft_wrap=True)
 
     def phase(self, name: str, total: int) -> None:
         for task in (self._phase, self._clients):

@@ -1,11 +1,15 @@
 """Features of any layer and pooling, against transformers' hidden states."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fedloom.backbones.features import layer_index, prompt_features
+from fedloom.backbones.load import Backbone
 from fedloom.errors import ConfigError
 from fedloom.types import Layer, Pooling
 from small_world import World, examples, rows, small_backbone
@@ -50,3 +54,53 @@ def test_a_layer_that_is_not_there_is_refused() -> None:
     for wrong in (31, -1, 1.2):
         with pytest.raises(ConfigError, match=r"backbone has 30 layers.*0 to 30"):
             layer_index(wrong, 30)
+
+
+def cached(backbone: Backbone, cache: Path) -> tuple[torch.Tensor, Path]:
+    found = prompt_features(backbone, PROMPTS, cache=cache)
+    return found, next(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "another key", "another shape", "another type"])
+def test_a_damaged_file_of_the_cache_is_computed_again_and_replaced(tmp_path: Path, damage: str) -> None:
+    backbone = small_backbone()
+    expected, path = cached(backbone, tmp_path)
+    whole = path.read_bytes()
+    if damage in ("cut", "zeros", "empty"):
+        path.write_bytes({"cut": whole[:-5], "zeros": bytes(len(whole)), "empty": b""}[damage])
+    elif damage == "another key":
+        save_file({"x": expected}, path)
+    else:
+        save_file({"features": expected[:2] if damage == "another shape" else expected.half()}, path)
+    assert torch.equal(prompt_features(backbone, PROMPTS, cache=tmp_path), expected)
+    assert path.read_bytes() == whole
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
+
+
+def test_a_failed_write_to_the_cache_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        prompt_features(small_backbone(), PROMPTS, cache=tmp_path)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_features_are_synced_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, call=call: (done.append(name), call(*a))[1])
+    cached(small_backbone(), tmp_path)
+    assert done[:2] == ["fsync", "replace"]
+
+
+def test_a_backbone_that_was_cast_after_loading_has_features_of_its_own(tmp_path: Path) -> None:
+    backbone = small_backbone()
+    full, _ = cached(backbone, tmp_path)
+    for parameter in backbone.model.parameters():  # as load_model(dtype=…) does, which leaves the hash
+        parameter.data = parameter.data.to(torch.bfloat16)
+    half = prompt_features(backbone, PROMPTS, cache=tmp_path)
+    assert torch.equal(half, prompt_features(backbone, PROMPTS))
+    assert not torch.equal(half, full)

@@ -1,9 +1,15 @@
-"""Backbones and devices that are not there: words, before anything is loaded."""
+"""Backbones and devices that are not there, or whose files do not fit each other: words, not tracebacks."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedloom.backbones.load import load_backbone, load_tokenizer
+from fedloom.data.tokenize import end_token_id
 from fedloom.errors import BackboneError
+from small_world import save_backbone
 
 
 @pytest.mark.parametrize("device", ["banana", "meta", "cuda:4096", ""])
@@ -28,3 +34,62 @@ def test_a_device_that_cannot_be_used_is_refused(device: str) -> None:
 def test_a_backbone_that_is_not_there_is_refused(load, name: str, says: str) -> None:
     with pytest.raises(BackboneError, match=says):
         load(name)
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    found = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": 300}, r"in 1 weights: 'model.embed_tokens.weight' has shape \(258, 32\).* wants \(300, 32\)"),
+        ({"vocab_size": 100}, "Padding_idx must be within num_embeddings"),
+        # 2 heads of 4 are left, of 8 values each: o_proj reads 16 of 32.
+        (
+            {"num_attention_heads": 2},
+            r"'model.layers.0.self_attn.o_proj.weight' .* \(32, 32\).* wants \(32, 16\)",
+        ),
+        ({"hidden_size": 30}, r"config\.json: .*hidden size \(30\) is not a multiple"),
+        ({"num_attention_heads": "4"}, r"config\.json: .*'num_attention_heads' expected int, got str"),
+        ({"num_hidden_layers": 3}, "lacks 9 weights, first 'model.layers.2.input_layernorm.weight'"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_its_weights_is_refused(
+    tmp_path: Path, fields: dict[str, Any], says: str
+) -> None:
+    folder = save_backbone(tmp_path / "model")
+    change(folder / "config.json", **fields)
+    with pytest.raises(BackboneError, match=rf"'{folder}'.*{says}"):
+        load_backbone(str(folder))
+
+
+@pytest.mark.parametrize("load", [load_backbone, load_tokenizer])
+@pytest.mark.parametrize(
+    "content", ["{{", '{"a": 1}', '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"}}', "[]", ""]
+)
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, load, content: str) -> None:
+    folder = save_backbone(tmp_path / "model")
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(BackboneError, match=f"cannot load the tokenizer of '{folder}': ."):
+        load(str(folder))
+
+
+def without_ends(folder: Path, template: str) -> Path:
+    """Save a backbone whose tokenizer names no special token; ``</s>`` and ``<pad>`` stay in its vocabulary."""
+    save_backbone(folder)
+    change(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_d5_the_token_that_ends_an_answer_pads_where_nothing_else_does(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    tokenizer = load_backbone(str(without_ends(tmp_path / "model", template))).tokenizer
+    assert tokenizer.eos_token_id is None
+    assert tokenizer.pad_token_id == end_token_id(tokenizer) == 256
+    with pytest.raises(BackboneError, match=r"has no pad token, no end-of-sequence token and no chat template"):
+        load_backbone(str(without_ends(tmp_path / "other", template.replace("</s>", "."))))

@@ -175,3 +175,13 @@ def test_hub_failure_names_the_dataset_and_what_to_do(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(DataError, match=r"dataset a/b \(c\), split 'train', cannot be loaded: Couldn't reach the Hub"):
         load_hub("a/b", "c", "train")
+
+
+def test_a_key_that_stands_twice_is_named_with_its_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "response": "x"}\n{"prompt":"a","response":"RIGHT","response":"WRONG"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, row 2: key 'response' stands twice in one object\. Keep one\."):
+        list(read_rows(path))
+    path.write_text('{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}')
+    with pytest.raises(DataError, match=r"row 1: key 'role' stands twice"):
+        list(read_rows(path))

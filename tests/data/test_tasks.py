@@ -6,11 +6,12 @@ from fedloom.data import sources, tasks
 from fedloom.data.metrics import score_each
 from fedloom.data.sources import conversation
 from fedloom.data.tasks import TASKS, get_task, load_task, read_task_file
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, nearest
 
 GSM8K = {"question": "2 pens at $9 each?", "answer": "It is 2 * 9 = $<<2*9=18>>18.\n#### 18"}
 TWEET = {"text": "hm ", "label": 2}
 ARC = {"question": "Why?", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}, "answerKey": "3"}
+CHOICES = ARC["choices"]
 MMLU = {"subject": "abstract_algebra", "question": " Q", "choices": ["k", "l", "m", "n"], "answer": 1}
 EDIT = {"task": "gec", "source": "He go . ", "targets": ["He goes . ", "He went ."]}
 
@@ -49,6 +50,28 @@ def test_text_edit_asks_for_what_is_wanted():
         ("arc_challenge", {**ARC, "answerKey": "A"}, "field 'answerKey' is 'A'"),
         ("mmlu", {**MMLU, "answer": 4}, "field 'answer' is 4"),
         ("mmlu", {**MMLU, "choices": ["k", "l", None, "n"]}, r"field 'choices\[2\]' must be text"),
+        ("arc_challenge", {**ARC, "choices": ["x", "y"]}, "field 'choices' must be an object of two lists, not list"),
+        ("arc_challenge", {**ARC, "choices": [{"text": "x", "label": "1"}]}, "field 'choices' must be an object"),
+        ("arc_challenge", {**ARC, "choices": "text label"}, "field 'choices' must be an object of two lists, not str"),
+        ("arc_challenge", {**ARC, "choices": 3}, "field 'choices' must be an object of two lists, not int"),
+        ("arc_challenge", {**ARC, "choices": {**CHOICES, "label": 5}}, "field 'choices.label' must be a list of texts"),
+        ("arc_challenge", {**ARC, "choices": {**CHOICES, "text": 5}}, "field 'choices.text' must be a list of texts"),
+        (
+            "arc_challenge",
+            {**ARC, "choices": {"text": ["x", "y"], "label": "AB"}, "answerKey": "AB"},
+            "'choices.label'",
+        ),
+        (
+            "arc_challenge",
+            {**ARC, "choices": {**CHOICES, "label": [1, 2, 3]}},
+            r"field 'choices.label\[0\]' must be text",
+        ),
+        ("arc_challenge", {**ARC, "choices": {**CHOICES, "label": ["3"]}}, "has 3 texts and 1 labels. Give each text"),
+        ("mmlu", {**MMLU, "choices": 4}, "field 'choices' must be a list of texts, not int. Write"),
+        ("mmlu", {**MMLU, "choices": "abcd"}, "field 'choices' must be a list of texts, not str"),
+        ("mmlu", {**MMLU, "choices": {"k": 1, "l": 2}}, "field 'choices' must be a list of texts, not dict"),
+        ("mmlu", {**MMLU, "answer": True}, "field 'answer' is True"),
+        ("tweet_eval_sentiment", {"text": "t", "label": True}, "field 'label' is True"),
         ("text_edit", {**EDIT, "task": "gek"}, "field 'task' is 'gek'. Did you mean 'gec'"),
         ("text_edit", {**EDIT, "targets": []}, "field 'targets' must be a list"),
     ],
@@ -57,6 +80,11 @@ def test_d2_bad_field_of_a_task_row_is_named(write_jsonl, tmp_path, task, row, s
     write_jsonl(f"{task}/train.jsonl", row)
     with pytest.raises(DataError, match=rf"train\.jsonl, row 1: .*{says}"):
         load_task(task, "train", tmp_path)
+
+
+def test_the_nearest_words_are_told_whatever_the_known_ones_are():
+    assert nearest("text", [{"label": 1}, "texts", 3]) == " Did you mean 'texts'?"
+    assert nearest(["x"], {1: "a", "b": 2}) == " Known: 1, b."
 
 
 def test_paper_budgets():

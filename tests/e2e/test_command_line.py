@@ -177,7 +177,7 @@ def test_gates_are_computed_only_to_be_shown(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[list[str]] = []
 
     class Model:
-        routing, about, native = "top1", {"experts": [{}]}, False
+        routing, about, has_gates = "top1", {"experts": [{}]}, True
 
         def generate(self, prompt: str, **options: object) -> str:
             return "[/x] answer"
@@ -193,6 +193,25 @@ def test_gates_are_computed_only_to_be_shown(monkeypatch: pytest.MonkeyPatch) ->
     assert "1.000" in CliRunner().invoke(app, [*ask, "--explain"]).stdout
     assert json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)["gates"] == [1.0]
     assert asked == [["p"], ["p"]]
+    Model.has_gates = False
+    assert json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)["gates"] == []
+    assert len(asked) == 2
+
+
+def test_an_answer_and_an_error_are_not_folded_at_the_consoles_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = "if x:\n\treturn " + "f(" * 60 + " and so on" * 12
+    assert len(answer) > 250
+    folder = "/no/" + "long name " * 20 + "model"
+
+    class Model:
+        def generate(self, prompt: str, **options: object) -> str:
+            return answer
+
+    for name in ("console", "errors"):
+        monkeypatch.setattr(f"fedloom.cli.{name}", Console(width=80, stderr=name == "errors"))
+    assert folder in CliRunner().invoke(app, ["generate", folder, "--prompt", "p"]).stderr
+    monkeypatch.setattr("fedloom.model.load_model", lambda folder, **options: Model())
+    assert CliRunner().invoke(app, ["generate", "model", "--prompt", "p"]).stdout == answer + "\n"
 
 
 def test_a_run_is_not_resumed_over_other_rows_or_another_look(run_folder: Path, tmp_path: Path) -> None:

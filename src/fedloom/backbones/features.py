@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from fedloom.backbones.load import Backbone
 from fedloom.errors import ConfigError
+from fedloom.files import write_private
 from fedloom.types import Layer, Pooling
 
 #: Part of every cache key, with layer and pooling: change it when the definition below changes.
@@ -57,7 +57,21 @@ def _arithmetic(backbone: Backbone) -> list[str | int]:
     where = backbone.device
     linear = sorted({type(m).__name__ for m in backbone.model.modules() if "Linear" in type(m).__name__})
     processor = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return [torch.__version__, where.type, processor, torch.get_num_threads(), *linear]
+    # The type as it is now: the backbone's hash is taken when it is loaded, and ``load_model(dtype=…)`` casts it later.
+    kind = str(next(backbone.model.parameters()).dtype)
+    return [torch.__version__, where.type, processor, torch.get_num_threads(), kind, *linear]
+
+
+def _read_cached(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
+    """Return the features in a file of the cache, or None where there is none or it is damaged.
+
+    A damaged file is no silent fall-back: a cache only saves work, and what is computed again is what it held.
+    """
+    try:
+        features = load_file(path)["features"]
+    except (FileNotFoundError, SafetensorError, KeyError):
+        return None
+    return features if features.shape == shape and features.dtype == torch.float32 else None
 
 
 @torch.no_grad()
@@ -92,10 +106,10 @@ def prompt_features(
         what = [DEFINITION, depth, pooling, _arithmetic(backbone), backbone.hash, texts]
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
         path = cache / "features" / key[:2] / f"{key}.safetensors"
-        if path.is_file():
+        if (known := _read_cached(path, (len(prompts), backbone.hidden_size))) is not None:
             if advance:
                 advance(len(prompts))
-            return load_file(path)["features"]
+            return known
     features = torch.empty(len(prompts), backbone.hidden_size)
     lengths = [len(p) for p in prompts]
     for group in batches_by_length(lengths):
@@ -110,9 +124,5 @@ def prompt_features(
         if advance:
             advance(len(group))
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent)
-        os.close(handle)
-        save_file({"features": features}, partial)
-        os.replace(partial, path)
+        write_private(path, save({"features": features}))  # private: features of a prompt tell of the prompt
     return features

@@ -19,16 +19,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from fedloom.errors import BackboneError
+from fedloom.data.tokenize import end_token_id
+from fedloom.errors import BackboneError, DataError
 
 #: Names that need no path: where a package on this machine carries the weights, else where a hub does.
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KNOWN = ("tiny", "tiny-switch", "smollm2-135m")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+#: What ``transformers`` raises for a folder whose files are damaged or do not fit each other.
+DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 def cache_dir() -> Path:
@@ -181,9 +198,10 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
         cache: where converted GGUF models are kept; default ``cache_dir()``.
 
     Raises:
-        BackboneError: it cannot be found, is no language model, or its output head is not understood.
+        BackboneError: it cannot be found, is no language model, its files do not fit each other, or its output head is
+            not understood.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     place = _place(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -203,19 +221,26 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name and shape
             )
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except DAMAGED as error:
             raise BackboneError(
-                f"cannot load the backbone {name!r}: {str(error).splitlines()[0]} "
+                f"cannot load the backbone {name!r}: {_reason(error)} "
                 f"Give one of {', '.join(KNOWN)}, a folder with config.json and safetensors, a .gguf file, or a hub "
                 "name with a network that reaches the hub."
             ) from error
-    if missing := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+    if wrong := sorted(report["mismatched_keys"]):
+        key, stored, wanted = wrong[0]
+        raise BackboneError(
+            f"the backbone {name!r} does not fit its config.json in {len(wrong)} weights: {key!r} has shape "
+            f"{tuple(stored)}, the configuration wants {tuple(wanted)}. Take both files from the same model."
+        )
+    if missing := sorted(map(str, report["missing_keys"])):
         raise BackboneError(f"the backbone {name!r} lacks {len(missing)} weights, first {missing[0]!r}.")
     model.to(place).eval().requires_grad_(False)
+    tokenizer = load_tokenizer(name, cache)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or _end_token(name, tokenizer)
     backbone = Backbone(name, model, tokenizer, parameter_hash(model))
     if not backbone.writes_apart:
         _verify_head(backbone)
@@ -236,18 +261,37 @@ def _place(device: str) -> torch.device:
     return place
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load only the tokenizer of a backbone; see ``load_backbone`` for the names."""
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, with its kind where the line is no sentence; a validation's whole words."""
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, StrictDataclassError):
+        return "config.json: " + " ".join(" ".join(lines).split())
+    return f"{type(error).__name__}: {lines[0]}" if isinstance(error, KeyError) or not lines[0] else lines[0]
+
+
+def _end_token(name: str, tokenizer: Any) -> str:
+    """Return the token that the chat template ends an answer with: it can pad, which no label or mask sees."""
+    try:
+        return str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer)))
+    except (BackboneError, DataError) as error:
+        raise BackboneError(
+            f"the tokenizer of {name!r} has no pad token, no end-of-sequence token and no chat template that ends an "
+            "answer by a special token. Set 'pad_token' and 'eos_token' in its tokenizer_config.json."
+        ) from error
+
+
+def load_tokenizer(name: str, cache: Path | None = None) -> Any:
+    """Load only the tokenizer of a backbone; see ``load_backbone`` for the names and the cache."""
     from transformers import AutoTokenizer
 
-    source = source_of(name)
+    source = source_of(name, cache)
     with quiet_transformers():
         try:
             return AutoTokenizer.from_pretrained(
                 source, local_files_only=Path(source).is_dir(), trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
-            raise BackboneError(f"cannot load the tokenizer of {name!r}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # ``tokenizers`` raises no other class for damaged rules
+            raise BackboneError(f"cannot load the tokenizer of {name!r}: {_reason(error)}") from error
 
 
 def source_of(name: str, cache: Path | None = None) -> str:

@@ -120,12 +120,23 @@ def _lines(path: Path) -> Iterator[str]:
             yield _decode(line, path, number)
 
 
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # JSON readers keep the last, which may be the wrong one to train on
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise DataError(f"key '{repeated}' stands twice in one object. Keep one.")
+    return found
+
+
 def _read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line, strict=False)  # not strict: raw control characters inside strings are text
+            # not strict: raw control characters inside strings are text
+            row = json.loads(line, strict=False, object_pairs_hook=_each_key_once)
+        except DataError as error:
+            raise DataError(f"{path}, row {number}: {error}") from error
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             raise DataError(

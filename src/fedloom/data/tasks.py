@@ -99,7 +99,7 @@ TOPICS = ("world", "sports", "business", "science")  # one word each; AG News ca
 
 def _label(row: Mapping[str, Any], words: Sequence[str]) -> str:
     label = field(row, "label")
-    if not isinstance(label, int) or not 0 <= label < len(words):
+    if type(label) is not int or not 0 <= label < len(words):  # JSON's true is an int to isinstance
         raise DataError(f"field 'label' is {label!r}. Use 0 to {len(words) - 1} ({', '.join(words)}).")
     return words[label]
 
@@ -118,26 +118,40 @@ def _ag_news(row: Mapping[str, Any]) -> Parts:
     )
 
 
-def _choices(intro: str, question: str, choices: Sequence[Any], answer: int) -> Parts:
+def _texts(value: Any, name: str) -> list[str]:
+    """Return ``value`` if it is a list of texts; a text counts as none, or its letters would be its items."""
+    if not isinstance(value, list):
+        raise DataError(f'field \'{name}\' must be a list of texts, not {type(value).__name__}. Write ["…", "…"].')
+    return [as_text(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _choices(intro: str, question: str, choices: Sequence[str], answer: int) -> Parts:
     if not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f"field 'choices' has {len(choices)} choices. Give 2 to {len(LETTERS)}.")
-    lines = [f"{LETTERS[i]}. {as_text(choice, f'choices[{i}]').strip()}" for i, choice in enumerate(choices)]
+    lines = [f"{LETTERS[i]}. {choice.strip()}" for i, choice in enumerate(choices)]
     return Parts("\n".join([f"{intro}\n\nQuestion:\n{question.strip()}", *lines]), LETTERS[answer])
 
 
 def _arc(row: Mapping[str, Any]) -> Parts:
     choices = field(row, "choices")
-    texts, labels = field(choices, "text"), field(choices, "label")
+    if not isinstance(choices, Mapping):
+        raise DataError(
+            f"field 'choices' must be an object of two lists, not {type(choices).__name__}. "
+            'Write {"text": ["…", "…"], "label": ["A", "B"]}.'
+        )
+    texts, labels = (_texts(field(choices, name), f"choices.{name}") for name in ("text", "label"))
+    if len(texts) != len(labels):
+        raise DataError(f"field 'choices' has {len(texts)} texts and {len(labels)} labels. Give each text its label.")
     key = text_field(row, "answerKey")
-    if key not in labels or len(texts) != len(labels):
+    if key not in labels:
         raise DataError(f"field 'answerKey' is {key!r}, but the choices are {labels!r}. Name one of them.")
     # Labels are A-E or 1-5: the position gives the letter either way.
-    return _choices(INSTRUCTIONS["science"], text_field(row, "question"), texts, list(labels).index(key))
+    return _choices(INSTRUCTIONS["science"], text_field(row, "question"), texts, labels.index(key))
 
 
 def _mmlu(row: Mapping[str, Any]) -> Parts:
-    choices, answer = field(row, "choices"), field(row, "answer")
-    if not isinstance(answer, int) or not 0 <= answer < len(choices):
+    choices, answer = _texts(field(row, "choices"), "choices"), field(row, "answer")
+    if type(answer) is not int or not 0 <= answer < len(choices):
         raise DataError(f"field 'answer' is {answer!r}. Use the index of the right choice, from 0.")
     subject = text_field(row, "subject").replace("_", " ")
     return _choices(INSTRUCTIONS["subject"].format(subject=subject), text_field(row, "question"), choices, answer)
