@@ -64,10 +64,10 @@ def bench_command(
         done = sum(progress.state == "done" for progress in board)
         console.print(f"{done} of {len(board)} cells are done; {len(written)} files written.", highlight=False)
         for progress in failed:
-            console.print(Text(f"{progress.cell.name} failed: {progress.why}", style="red"))
+            console.print(Text(f"{progress.cell.name} failed: {progress.why}", style="red"), soft_wrap=True)
         if failed:
             console.print("Run the same command with --resume to try the failed cells again.")
-        console.print(Text(f"Look at {out / 'report.html'}; tables are in {out / 'tables'}."))
+        console.print(Text(f"Look at {out / 'report.html'}; tables are in {out / 'tables'}."), soft_wrap=True)
     return not failed
 
 
