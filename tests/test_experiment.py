@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from fedloom.config import Config, parse_config
 from fedloom.errors import ConfigError
 from fedloom.experiment import run
 from fedloom.model import load_model
+from fedloom.types import Training
+from fedloom.workload import cut_epochs
 from small_world import save_backbone
 
 SYNTHETIC = {"synthetic": {"patterns": 2, "clients": 2, "train": 4, "val": 0, "test": 2, "keys": 4}}
@@ -78,3 +81,12 @@ def test_what_is_measured_during_the_rounds_does_not_change(
     run(config(backbone, SYNTHETIC), tmp_path / "out")
     with pytest.raises(ConfigError, match=r"written with another .*evaluation"):
         run(config(backbone, SYNTHETIC, **change), tmp_path / "out", resume=True)
+
+
+def test_epochs_that_the_most_steps_cut_short_are_told() -> None:
+    """Three passes over 100 and 20 rows in batches of 8 are 39 and 9 steps."""
+    training = Training(epochs=3, steps=10, batch_size=8)
+    told = cut_epochs(training, {"ann": 20, "bob": 100})
+    assert told == "training.steps 10 cuts the epochs of 1 of 2 clients short; bob would need 39."
+    assert cut_epochs(replace(training, steps=39), {"ann": 20, "bob": 100}) == ""
+    assert cut_epochs(Training(steps=10), {"bob": 100}) == ""

@@ -156,7 +156,7 @@ class ServerConfig(Section):
     def _rate(self) -> ServerConfig:
         if self.optimizer == "none" and self.lr != 1.0:
             raise ValueError("lr is the rate of a server optimizer, and optimizer is none")
-        if self.optimizer in ("fedadam", "fedyogi") and "lr" not in self.model_fields_set:
+        if self.optimizer in ("fedadam", "fedyogi") and self.lr == 1.0:  # the default, which is FedAvgM's
             raise ValueError(
                 f"{self.optimizer} needs lr: each entry moves by about so much a round; near what clients move it"
             )

@@ -34,7 +34,7 @@ from fedloom.runtime.loop import cohort_size, federate
 from fedloom.runtime.memory import Memories, MemoryFolder
 from fedloom.runtime.simulate import Simulator
 from fedloom.types import AdapterSpec, Memory, Plain, Setup, State, View
-from fedloom.workload import load_data
+from fedloom.workload import cut_epochs, load_data
 
 
 def run(config: Config, out: str | Path, *, resume: bool = False, observer: Observer | None = None) -> dict[str, Plain]:
@@ -68,6 +68,9 @@ def _run(config: Config, out: Path, resume: bool, observer: Observer) -> dict[st
     method = config.build_method()
     backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
     data = load_data(config, backbone, observer, pooled=method.pooled)
+    method.check_clients(sorted(data.clients))
+    if cut := cut_epochs(config.training.ordered(), data.sizes):
+        observer.say(cut)
     spec = adapter_spec(config, method, backbone)
     shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
     checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))

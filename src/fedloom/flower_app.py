@@ -33,6 +33,7 @@ from fedloom.data.tokenize import encode, tokenizer_hash
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiment import adapter_spec, write_models
 from fedloom.files import write_atomic, write_json
+from fedloom.locking import alone
 from fedloom.measure import evaluate_final, evaluate_round
 from fedloom.methods.base import Method
 from fedloom.provenance import identity, manifest
@@ -158,7 +159,13 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
     Raises:
         FedloomError: see the message; started again, it goes on from the last round.
     """
-    start, out = time.perf_counter(), Path(site_config.out)
+    out = Path(site_config.out)
+    with alone(out, f"is running this federation, {out}. Wait for it, or stop it (flwr stop)."):
+        return _serve(site_config, grid, observer, out)
+
+
+def _serve(site_config: SiteRunConfig, grid: Any, observer: Observer, out: Path) -> dict[str, Plain]:
+    start = time.perf_counter()
     if site_config.backbone.threads:
         torch.set_num_threads(site_config.backbone.threads)
     wanted = site_config.backbone

@@ -1,14 +1,22 @@
-"""One process at a time writes a folder; the system holds the lock, so it ends with the process, however that ends."""
+"""One process at a time writes a folder; the system holds the lock, so it ends with the process, however that ends.
+
+Where there are no such locks (Windows, some network file systems), nobody is kept out.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fedloom.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -31,10 +39,14 @@ def alone(folder: Path, what: str) -> Iterator[int]:
         raise ConfigError(f"--out {folder} is a file; give a folder.") from error
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             raise ConfigError(f"another process (pid {file.read() or 'not yet known'}) {what}") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

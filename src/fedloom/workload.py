@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from fedloom.evaluation.scores import new_tokens
 from fedloom.runtime.client import Rows
 from fedloom.runtime.events import Observer
 from fedloom.runtime.memory import check_client_name
-from fedloom.types import Plain
+from fedloom.types import Plain, Training
 
 #: Name of the one client of a method without federation.
 POOLED = "pooled"
@@ -140,3 +141,15 @@ def kind_of(example: Example, by_label: bool) -> str:
 
 def _mix(labels: list[str]) -> dict[str, float]:
     return {task: n / len(labels) for task, n in sorted(Counter(labels).items())} if all(labels) else {}
+
+
+def cut_epochs(training: Training, sizes: Mapping[str, int]) -> str:
+    """Say whose passes over their rows ``training.steps`` cuts short, if anybody's; sizes are client → usable rows."""
+    needs = {name: training.epochs * math.ceil(size / training.batch_size) for name, size in sizes.items()}
+    if not (short := {name: steps for name, steps in needs.items() if steps > training.steps}):
+        return ""
+    name = max(short, key=lambda each: short[each])
+    return (
+        f"training.steps {training.steps} cuts the epochs of {len(short)} of {len(sizes)} clients short; {name} would "
+        f"need {short[name]}."
+    )

@@ -4,8 +4,11 @@ import copy
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from fedloom.backbones.features import prompt_features
 from fedloom.backbones.load import COMPUTING, Backbone, parameter_hash
@@ -28,8 +31,15 @@ def test_the_hash_knows_parameters_and_what_the_configuration_computes() -> None
     assert parameter_hash(renamed) == parameter_hash(model)
 
 
-def test_a_model_without_experts_of_its_own_is_hashed_by_what_all_models_have() -> None:
-    model = small_llama()
+def small_neo() -> GPTNeoForCausalLM:
+    """Return a model whose heads are called as those of encoder-decoders."""
+    sizes = {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 16, "max_position_embeddings": 8}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]])).requires_grad_(False)
+
+
+@pytest.mark.parametrize("make", [small_llama, small_neo])
+def test_a_model_without_experts_of_its_own_is_hashed_by_what_all_models_have(make: Any) -> None:
+    model = make()
     fields = {key: value for key, value in model.config.to_dict().items() if key in COMPUTING}
     expected = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, weight in sorted(model.named_parameters()):

@@ -144,11 +144,11 @@ def test_a_capacity_is_a_share(share: float) -> None:
         FedMoEOptions(capacities={"bob": share})
 
 
-def test_a_capacity_for_nobody_is_refused(tmp_path: Path) -> None:
-    setup = World(tmp_path, spec=NATIVE).setup
-    FedMoE(FedMoEOptions(capacities={"bob": 0.5})).init(setup)
+def test_a_capacity_for_nobody_is_refused_and_across_sites_awaited(tmp_path: Path) -> None:
+    FedMoE(FedMoEOptions(capacities={"bob": 0.5})).check_clients(["ann", "bob"])
     with pytest.raises(ConfigError, match=r"method\.capacities names 'bbo', .*Did you mean 'bob'"):
-        FedMoE(FedMoEOptions(capacities={"bbo": 0.5})).init(setup)
+        FedMoE(FedMoEOptions(capacities={"bbo": 0.5})).check_clients(["ann", "bob"])
+    FedMoE(FedMoEOptions(capacities={"zoe": 0.5})).init(World(tmp_path, spec=NATIVE).setup)  # she may be late
 
 
 def order(kind: str = "fit") -> Order:

@@ -80,6 +80,16 @@ def test_another_configuration_cannot_resume_and_what_differs_is_named(tmp_path:
         CheckpointFolder(tmp_path, {"seed": 2, "training": {"lr": 0.2}}).load(1)
 
 
+def test_what_older_checkpoints_hold_of_measures_at_the_end_does_not_count(tmp_path: Path) -> None:
+    during = {"split": "test", "limit": None, "routing": ["top1"]}
+    older = during | {"routing": ["top1", "soft"], "personalised": 50, "personalised_scores": False}
+    CheckpointFolder(tmp_path, {"seed": 1, "evaluation": older}).commit(at(1))
+    assert CheckpointFolder(tmp_path, {"seed": 1, "evaluation": during}).load(1).state.round == 1
+    for other in ({"split": "validation"}, {"routing": ["soft"]}):
+        with pytest.raises(ConfigError, match="another evaluation"):
+            CheckpointFolder(tmp_path, {"seed": 1, "evaluation": during | other}).load(1)
+
+
 def test_an_atomic_write_is_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "file"
     write_atomic(path, b"old")

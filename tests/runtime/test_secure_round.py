@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,24 @@ def test_a_sum_beyond_what_steps_can_reach_ends_the_round(tmp_path: Path) -> Non
                 return reply
             return replace(reply, send={n: torch.full_like(t, LARGEST) for n, t in reply.send.items()})
 
-    with pytest.raises(RoundError, match=r"the norm .* of the clients' sum exceeds"):
-        go(tmp_path, "fedit", SECAGG, method=Huge(), rounds=1, norm_factor=2.0)
+    with pytest.raises(RoundError, match=r"the norm .* of the clients' sum in 'experts/0' exceeds"):
+        go(tmp_path, "fedit", SECAGG, method=Huge(), rounds=1)
+
+
+@pytest.mark.parametrize(("times", "refused"), [(8.3, False), (8.5, True)])
+def test_a_mean_is_no_longer_than_one_honest_update_can_be(tmp_path: Path, times: float, refused: bool) -> None:
+    """Each value moves by rate · steps · 7.27 at most, and rounding adds 15 %: 8.36 in all."""
+
+    class Far(METHODS["fedit"]):  # type: ignore[misc]
+        def local(self, client: Client, order: Order) -> Reply:
+            reply: Reply = super().local(client, order)
+            rate = max(order.training.lr, order.training.router_lr)
+            moved = times * rate * order.training.steps
+            return replace(reply, send={n: torch.full_like(t, moved) for n, t in reply.send.items()})
+
+    ends = pytest.raises(RoundError, match="more than honest ones can reach") if refused else nullcontext()
+    with ends:
+        go(tmp_path, "fedit", SECAGG, method=Far(), rounds=1)
 
 
 def test_diverged_training_leaves_its_own_site_out(tmp_path: Path) -> None:

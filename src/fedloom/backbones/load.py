@@ -145,8 +145,8 @@ COMPUTING = (
     "scale_attn_by_inverse_layer_idx",
 )
 
-#: The same of models with experts of their own: how these are chosen and weighed, and what Switch Transformers calls
-#: its own way. Hashed only where set, so that other models keep their hash.
+#: The same of models with experts of their own: how these are chosen and weighed. Hashed only where set, so that other
+#: models keep their hash.
 COMPUTING_EXPERTS = (
     "num_experts_per_tok",
     "norm_topk_prob",
@@ -159,6 +159,10 @@ COMPUTING_EXPERTS = (
     "clip_qkv",
     "expert_capacity",
     "router_dtype",
+)
+
+#: What encoder-decoders call their own way; other models have some of these names for something else.
+COMPUTING_BOTH_SIDES = (
     "decoder_start_token_id",
     "dense_act_fn",
     "num_heads",
@@ -176,7 +180,8 @@ def parameter_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     config = model.config.to_dict()  # type: ignore[operator, union-attr]
     fields = {key: config[key] for key in COMPUTING if key in config}
-    fields |= {key: config[key] for key in COMPUTING_EXPERTS if config.get(key) is not None}
+    apart = COMPUTING_BOTH_SIDES if config.get("is_encoder_decoder") else ()
+    fields |= {key: config[key] for key in (*COMPUTING_EXPERTS, *apart) if config.get(key) is not None}
     digest.update(json.dumps(fields, sort_keys=True).encode())
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}

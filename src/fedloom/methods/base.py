@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -230,6 +230,13 @@ class Method:
     def weights_refused(self) -> str:
         """Return why ``server.weights`` cannot say how clients weigh, if so: counts are not what updates weigh."""
         return self.unweighed
+
+    def check_clients(self, clients: Sequence[str]) -> None:
+        """Refuse options that name clients which a run does not have; across sites nobody knows who will come.
+
+        Raises:
+            ConfigError: naming the option.
+        """
 
     def check_rounds(self, rounds: int) -> None:
         """Refuse a number of rounds after which nothing of the method would have happened.

@@ -10,6 +10,7 @@ term that balances experts, as theirs has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
 from fedloom.methods.submodels import adjusted, choose, parts, shares_of, stalled, with_parts
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import subtract
-from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, Setup, State, View, component
+from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, View, component
 
 
 class FedMoEOptions(MethodOptions):
@@ -52,12 +53,10 @@ class FedMoE(Method):
     options: FedMoEOptions
     plausible = bounded_by_tokens
 
-    def init(self, setup: Setup) -> State:
-        """Start from the model; ``capacities`` are of clients that there are."""
-        if unknown := sorted(self.options.capacities.keys() - set(setup.clients)):
-            near = nearest(unknown[0], setup.clients)
+    def check_clients(self, clients: Sequence[str]) -> None:
+        if unknown := sorted(self.options.capacities.keys() - set(clients)):
+            near = nearest(unknown[0], clients)
             raise ConfigError(f"method.capacities names {unknown[0]!r}, who is no client of this run.{near}")
-        return super().init(setup)
 
     # Stage 1, once.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedloom.numerics.tree import dot, norm
-from fedloom.types import Replies, Tensors, component
+from fedloom.numerics.tree import by_component, dot, norm
+from fedloom.types import Replies, Tensors
 
 Weights = dict[str, dict[str, float]]  # client → component → what it counts
 Sizes = dict[str, dict[str, float]]  # client → expert → norm of the update
@@ -14,11 +14,7 @@ NO_CONSENSUS = 1e-6
 
 def experts_of(tensors: Tensors) -> dict[str, Tensors]:
     """Return the tensors of each expert, by component."""
-    found: dict[str, Tensors] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("experts/"):
-            found.setdefault(component(name), {})[name] = tensor
-    return found
+    return by_component({name: tensor for name, tensor in tensors.items() if name.startswith("experts/")})
 
 
 def sizes_of(tensors: Tensors) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from fedloom.errors import AdapterError
-from fedloom.types import Tensors
+from fedloom.types import Tensors, component
 
 _SHOWN = 5
 
@@ -30,6 +30,14 @@ def assert_same_keys(a: Tensors, b: Tensors) -> None:
     for name, tensor in a.items():
         if tensor.shape != b[name].shape:
             raise AdapterError(f"Tensor {name!r} has two shapes: {tuple(tensor.shape)} and {tuple(b[name].shape)}.")
+
+
+def by_component(tensors: Tensors) -> dict[str, Tensors]:
+    """Return the tensors of each component, in the order of their first names."""
+    found: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(component(name), {})[name] = tensor
+    return found
 
 
 def subtract(a: Tensors, b: Tensors) -> Tensors:

@@ -14,10 +14,10 @@ from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.methods.server import ServerStep
 from fedloom.methods.sums import Privacy, SecureAggregation, Totals
-from fedloom.numerics.tree import norm
+from fedloom.numerics.tree import by_component, norm
 from fedloom.runtime.quarantine import NORM_FACTOR, ROUNDING, absurd_norms, check_reply, printable, reach
 from fedloom.runtime.wire import decode_reply
-from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire, component
+from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire
 
 #: A reason may quote what a client sent, which may be long.
 MAX_REASON = 500
@@ -251,11 +251,8 @@ def within_reach(method: Method, order: Order, change: Tensors, examples: int) -
 
     Components one by one: what a round may move the whole model by would replace an expert.
     """
-    units: dict[str, Tensors] = {}
-    for name, tensor in change.items():
-        units.setdefault(component(name), {})[name] = tensor
     sizes = []
-    for unit, moved in units.items():
+    for unit, moved in by_component(change).items():
         steps, values = method.steps_behind(order, unit, examples), sum(t.numel() for t in moved.values())
         start = norm(started(method, order, moved)) if order.training.weight_decay > 0 else 0.0
         limit = ROUNDING * reach(order.training, steps, values, start)

@@ -91,9 +91,9 @@ class CheckpointFolder:
             DataError: a file of it is missing or damaged.
         """
         found = self._description(round)
-        if found["identity"] != self.identity:
-            every = found["identity"] | self.identity
-            different = [k for k in every if found["identity"].get(k) != self.identity.get(k)]
+        then = found["identity"] | _measured_during(found["identity"])
+        if then != self.identity:
+            different = [k for k in then | self.identity if then.get(k) != self.identity.get(k)]
             raise ConfigError(
                 f"{self.folder} was written with another {', '.join(different)}: resume with the configuration that "
                 "started the run, or give another --out."
@@ -122,3 +122,11 @@ class CheckpointFolder:
             f"{path} is missing or damaged: {why}. Remove the folder {path.parent}: --resume then goes on from another "
             "checkpoint, or from the start if there is none."
         )
+
+
+def _measured_during(identity: dict[str, Plain]) -> dict[str, Plain]:
+    """Return the section ``evaluation`` as it is kept now: older checkpoints hold what is measured at the end, too."""
+    section = identity.get("evaluation")
+    if not isinstance(section, dict) or "personalised" not in section:
+        return {}
+    return {"evaluation": {key: section.get(key) for key in ("split", "limit")} | {"routing": section["routing"][:1]}}

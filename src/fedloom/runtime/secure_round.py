@@ -17,10 +17,10 @@ from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.methods.sums import SecureAggregation, Totals, mean_reply
 from fedloom.numerics.fixed import Layout, layout_of
-from fedloom.numerics.tree import norm
-from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt
+from fedloom.numerics.tree import by_component, norm
+from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, started
 from fedloom.runtime.events import Observer
-from fedloom.runtime.quarantine import printable, reach
+from fedloom.runtime.quarantine import ROUNDING, printable, reach
 from fedloom.runtime.secagg import SecureSum, threshold_of
 from fedloom.runtime.secure_client import frame, unframe
 from fedloom.runtime.wire import encode_order
@@ -229,13 +229,18 @@ def check_sum(
     for unit, weight in totals.weights.items():
         if not 0 <= weight <= contributors[unit] * (1 if uniform else federation.max_examples):
             raise RoundError(f"round {order.round}: the weights of {unit!r} add up to {weight:g}, which cannot be.")
-    mean = {n: t / max(1.0, totals.weights[component(n)]) for n, t in totals.sums.items()}
-    values = sum(t.numel() for t in mean.values())
-    limit = federation.norm_factor * reach(order.training, method.local_steps(order), values)
     if federation.privacy is not None:
-        mean, limit = totals.sums, most * federation.privacy.clip
-    if (size := norm(mean)) > limit:
-        raise RoundError(
-            f"round {order.round}: the norm {size:.3g} of the clients' sum exceeds {limit:.3g}, more than honest ones "
-            "can reach. The model is as it was before the round."
-        )
+        judged = {"": (totals.sums, most * federation.privacy.clip)}
+    else:  # a mean of updates is no longer than the longest can be, in each component
+        judged = {}
+        for unit, total in by_component(totals.sums).items():
+            mean = {name: tensor / max(1.0, totals.weights[unit]) for name, tensor in total.items()}
+            start = norm(started(method, order, mean)) if order.training.weight_decay > 0 else 0.0
+            values = sum(t.numel() for t in mean.values())
+            judged[f" in {unit!r}"] = mean, ROUNDING * reach(order.training, method.local_steps(order), values, start)
+    for where, (moved, limit) in judged.items():
+        if (size := norm(moved)) > limit:
+            raise RoundError(
+                f"round {order.round}: the norm {size:.3g} of the clients' sum{where} exceeds {limit:.3g}, more than "
+                "honest ones can reach. The model is as it was before the round."
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,6 @@ from fedloom.files import write_private
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.runtime.client import LocalClient, Rows, Workbench
-from fedloom.runtime.events import Observer
 from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
 from fedloom.runtime.secagg import SecureClient
@@ -168,7 +168,7 @@ class Site:
         self.config = config
         self.backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
         self.tokenizer_hash = tokenizer_hash(self.backbone.tokenizer)
-        check_length(self.backbone, config.max_length, Observer().say, "max_length")
+        check_length(self.backbone, config.max_length, logging.getLogger("flwr").info, "max_length")
         examples, self.counts = read_examples(config.data, strict=config.strict)
         kept, self.encoding = encode(
             examples, self.backbone.tokenizer, max_length=config.max_length, strict=config.strict
