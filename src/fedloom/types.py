@@ -117,7 +117,11 @@ class Training:
 
     def steps_of(self, size: int) -> int:
         """Return how many steps a client of ``size`` examples takes."""
-        return min(self.steps, self.epochs * math.ceil(size / self.batch_size)) if self.epochs else self.steps
+        return min(self.steps, self.passes_of(size)) if self.epochs else self.steps
+
+    def passes_of(self, size: int) -> int:
+        """Return how many steps ``epochs`` passes over ``size`` examples are, whatever the most."""
+        return self.epochs * math.ceil(size / self.batch_size)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -145,7 +144,7 @@ def _mix(labels: list[str]) -> dict[str, float]:
 
 def cut_epochs(training: Training, sizes: Mapping[str, int]) -> str:
     """Say whose passes over their rows ``training.steps`` cuts short, if anybody's; sizes are client → usable rows."""
-    needs = {name: training.epochs * math.ceil(size / training.batch_size) for name, size in sizes.items()}
+    needs = {name: training.passes_of(size) for name, size in sizes.items()}
     if not (short := {name: steps for name, steps in needs.items() if steps > training.steps}):
         return ""
     name = max(short, key=lambda each: short[each])

@@ -253,9 +253,8 @@ def within_reach(method: Method, order: Order, change: Tensors, examples: int) -
     """
     sizes = []
     for unit, moved in by_component(change).items():
-        steps, values = method.steps_behind(order, unit, examples), sum(t.numel() for t in moved.values())
-        start = norm(started(method, order, moved)) if order.training.weight_decay > 0 else 0.0
-        limit = ROUNDING * reach(order.training, steps, values, start)
+        steps = method.steps_behind(order, unit, examples)
+        limit = farthest(method, order, moved, steps)
         if (size := norm(moved)) > limit:
             raise UpdateRejected(
                 f"its norm {size:.3g} in {unit!r} exceeds {limit:.3g}, beyond what its optimiser steps ({steps:g}) can "
@@ -263,6 +262,12 @@ def within_reach(method: Method, order: Order, change: Tensors, examples: int) -
             )
         sizes.append(size)
     return math.hypot(*sizes)
+
+
+def farthest(method: Method, order: Order, moved: Tensors, steps: float) -> float:
+    """Return the norm that a change of a component's tensors can have after so many optimiser steps, and rounding."""
+    start = norm(started(method, order, moved)) if order.training.weight_decay > 0 else 0.0
+    return ROUNDING * reach(order.training, steps, sum(t.numel() for t in moved.values()), start)
 
 
 def started(method: Method, order: Order, names: Iterable[str]) -> Tensors:

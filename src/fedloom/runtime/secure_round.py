@@ -18,9 +18,9 @@ from fedloom.methods.base import Method
 from fedloom.methods.sums import SecureAggregation, Totals, mean_reply
 from fedloom.numerics.fixed import Layout, layout_of
 from fedloom.numerics.tree import by_component, norm
-from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, started
+from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, farthest
 from fedloom.runtime.events import Observer
-from fedloom.runtime.quarantine import ROUNDING, printable, reach
+from fedloom.runtime.quarantine import printable
 from fedloom.runtime.secagg import SecureSum, threshold_of
 from fedloom.runtime.secure_client import frame, unframe
 from fedloom.runtime.wire import encode_order
@@ -235,9 +235,7 @@ def check_sum(
         judged = {}
         for unit, total in by_component(totals.sums).items():
             mean = {name: tensor / max(1.0, totals.weights[unit]) for name, tensor in total.items()}
-            start = norm(started(method, order, mean)) if order.training.weight_decay > 0 else 0.0
-            values = sum(t.numel() for t in mean.values())
-            judged[f" in {unit!r}"] = mean, ROUNDING * reach(order.training, method.local_steps(order), values, start)
+            judged[f" in {unit!r}"] = mean, farthest(method, order, mean, method.local_steps(order))
     for where, (moved, limit) in judged.items():
         if (size := norm(moved)) > limit:
             raise RoundError(
