@@ -3,7 +3,7 @@
 usage: python experiments/discovery/study.py --data DIR [--backbone tiny] [--clients N] [--rows N]
 
 The clients are those of the tiny protocol (four tasks, 20 clients, α = 0.3, seed 42). All hidden layers come from one
-pass over each prompt; the buckets from ``fedloom.methods.prototypes.find_buckets``, as in a run.
+pass over each prompt; the buckets from ``fedloom.methods.discovery.find_buckets``, as in a run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from fedloom.methods.discovery import DiscoveryOptions, find_buckets
 
 from fedloom.backbones.features import batches_by_length, layer_index
 from fedloom.backbones.load import Backbone, load_backbone
 from fedloom.data.partition import build_benchmark
 from fedloom.data.tokenize import encode
 from fedloom.evaluation.alignment import ari, nmi, purity
-from fedloom.methods.prototypes import DiscoveryOptions, find_buckets
 from fedloom.numerics.seeding import derive_seed
 
 HERE = Path(__file__).resolve().parent

@@ -17,8 +17,8 @@ from fedloom.config import explained
 from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
+from fedloom.methods.discovery import ExpertOptions
 from fedloom.methods.fedmoe import FedMoEOptions
-from fedloom.methods.prototypes import ExpertOptions
 from fedloom.types import AdapterSpec, Order, Setup, State, Training, component
 
 #: What decides the number of parameters, as published in the models' configurations.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.methods.prototypes import DiscoveryOptions, find_buckets
+from fedloom.methods.discovery import DiscoveryOptions, find_buckets
 from fedloom.numerics.cluster import bucketize
 from fedloom.runtime.client import LocalClient
 from fedloom.runtime.memory import ClientMemory

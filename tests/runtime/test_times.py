@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedloom import experiment
-from fedloom.methods import METHODS, prototypes
+from fedloom.methods import METHODS, discovery
 from fedloom.methods.base import Method
 from fedloom.runtime import client
 from fedloom.types import Replies, Reply, State
@@ -66,7 +66,7 @@ def test_clustering_is_timed_and_changes_no_bit_of_a_run(tmp_path: Path, monkeyp
         return world
 
     fast = run(tmp_path / "fast")
-    bucketize, prompt_features = prototypes.bucketize, client.prompt_features
+    bucketize, prompt_features = discovery.bucketize, client.prompt_features
 
     def sleepy(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.05)
@@ -78,7 +78,7 @@ def test_clustering_is_timed_and_changes_no_bit_of_a_run(tmp_path: Path, monkeyp
         time.sleep(next(naps, 0.0))
         return prompt_features(*args, **kwargs)
 
-    monkeypatch.setattr(prototypes, "bucketize", sleepy)
+    monkeypatch.setattr(discovery, "bucketize", sleepy)
     monkeypatch.setattr(client, "prompt_features", reading)
     slow = run(tmp_path / "slow")
     times = [[entry["cluster_seconds"] for entry in w.log.read()[0]["clients"].values()] for w in (fast, slow)]

@@ -20,8 +20,8 @@ from fedloom.bench.suite import Cell
 from fedloom.budget import Payload, architecture, held, most_buckets, payload
 from fedloom.config import Config
 from fedloom.errors import DataError
+from fedloom.methods.discovery import ExpertOptions
 from fedloom.methods.pfl_moe import PFLMoEOptions
-from fedloom.methods.prototypes import ExpertOptions
 from fedloom.runtime.loop import cohort_size
 from fedloom.types import AdapterSpec
 

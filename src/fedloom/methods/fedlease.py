@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from fedloom.methods.base import Effort, Method, Schema
-from fedloom.methods.prototypes import ExpertOptions, align_buckets, check_counts, start_of, warm_up, warmed_up
+from fedloom.methods.discovery import ExpertOptions, align_buckets, check_counts, start_of, warm_up, warmed_up
 from fedloom.numerics.aggregate import weighted_mean_by_component
 from fedloom.numerics.init import router_init
 from fedloom.numerics.seeding import generator

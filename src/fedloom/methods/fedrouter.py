@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedloom.errors import ConfigError, UpdateRejected
 from fedloom.methods.base import Method, MethodOptions, Schema
-from fedloom.methods.prototypes import check_counts, check_sizes, members_of
+from fedloom.methods.discovery import check_counts, check_sizes, members_of
 from fedloom.numerics.cluster import bucketize
 from fedloom.numerics.seeding import derive_seed
 from fedloom.numerics.tree import place, subtract, take

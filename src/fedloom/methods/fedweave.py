@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from fedloom.methods.base import Effort, Method, Schema
-from fedloom.methods.prototypes import (
+from fedloom.methods.discovery import (
     DiscoveryOptions,
     ExpertOptions,
     align_buckets,
