@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from fedloom.errors import ConfigError, UpdateRejected
 from fedloom.methods.fedmoe import FedMoE, FedMoEOptions
-from fedloom.methods.submodels import adjusted, choose, fewest, neighbours, router_rows, shares_of, similarity, stalled
+from fedloom.numerics.submodels import adjusted, choose, fewest, neighbours, router_rows, shares_of, similarity, stalled
 from fedloom.runtime.memory import ClientMemory
 from fedloom.runtime.quarantine import check_reply
 from fedloom.types import AdapterSpec, Order, Reply, State, Tensors, Training

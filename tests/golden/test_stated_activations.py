@@ -11,10 +11,10 @@ import pytest
 
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError, UpdateRejected
-from fedloom.methods.activations import check_tokens
 from fedloom.methods.base import Method
 from fedloom.methods.fcmoe import FCMoE
 from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
+from fedloom.methods.stated_activations import check_tokens
 from fedloom.runtime.quarantine import check_reply
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import AdapterSpec, Order, Reply, Training

@@ -24,8 +24,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
+from fedloom.methods.stated_activations import bounded_by_tokens, check_activations
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Sizes, Weights, conflicts, sizes_of
 from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take

@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import Field
 
 from fedloom.errors import UpdateRejected
-from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema
+from fedloom.methods.stated_activations import bounded_by_tokens, check_activations
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.tree import subtract
 from fedloom.types import Client, Order, Replies, Reply, State, component

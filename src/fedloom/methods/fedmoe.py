@@ -17,10 +17,10 @@ from typing import Annotated
 from pydantic import Field
 
 from fedloom.errors import ConfigError, UpdateRejected, nearest
-from fedloom.methods.activations import bounded_by_tokens, check_activations
 from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
-from fedloom.methods.submodels import adjusted, choose, parts, shares_of, stalled, with_parts
+from fedloom.methods.stated_activations import bounded_by_tokens, check_activations
 from fedloom.numerics.aggregate import RunningMean
+from fedloom.numerics.submodels import adjusted, choose, parts, shares_of, stalled, with_parts
 from fedloom.numerics.tree import subtract
 from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, View, component
 
