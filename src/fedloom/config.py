@@ -13,8 +13,8 @@ from fedloom.config_file import override_key, read_yaml
 from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
+from fedloom.methods.protection import Privacy, SecureAggregation
 from fedloom.methods.server import ServerStep
-from fedloom.methods.sums import Privacy, SecureAggregation
 from fedloom.types import Training, Wire
 
 
@@ -167,7 +167,7 @@ class ServerConfig(Section):
 
 
 class PrivacyConfig(Section):
-    """Client-level differential privacy; see ``methods.sums.Privacy`` and docs/privacy.md."""
+    """Client-level differential privacy; see ``methods.protection.Privacy`` and docs/privacy.md."""
 
     clip: float = Field(gt=0, le=1e9)
     noise: float = Field(ge=0, le=1e9)
@@ -184,7 +184,7 @@ class PrivacyConfig(Section):
 
 
 class SecaggConfig(Section):
-    """Secure aggregation; see ``methods.sums.SecureAggregation`` and docs/privacy.md."""
+    """Secure aggregation; see ``methods.protection.SecureAggregation`` and docs/privacy.md."""
 
     threshold: float = Field(2 / 3, gt=0.5, le=1)
     min_contributors: int = Field(3, ge=2)

@@ -18,7 +18,7 @@ from fedloom.config import parse_config
 from fedloom.errors import RoundError, SiteRefusal
 from fedloom.experiment import run
 from fedloom.methods import METHODS
-from fedloom.methods.sums import SecureAggregation
+from fedloom.methods.protection import SecureAggregation
 from fedloom.runtime.flower_messages import SECURE
 from fedloom.runtime.loop import make_orders
 from fedloom.runtime.secure_client import frame, unframe

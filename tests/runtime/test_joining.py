@@ -13,8 +13,8 @@ import torch
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
 from fedloom.methods.flexlora import FlexLoRA, FlexLoRAOptions
+from fedloom.methods.protection import Privacy, SecureAggregation
 from fedloom.methods.scaffold import Scaffold
-from fedloom.methods.sums import Privacy, SecureAggregation
 from fedloom.runtime.events import Observer
 from fedloom.runtime.loop import Receipt
 from fedloom.types import Order, Setup, State

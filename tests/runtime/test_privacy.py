@@ -13,11 +13,13 @@ from scipy import integrate, special
 
 pytest.importorskip("opacus", reason="Opacus is an option of its own")
 
+from fedloom.runtime.totals import totals_of
+
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError
 from fedloom.methods import METHODS
+from fedloom.methods.protection import Privacy
 from fedloom.methods.server import ServerStep
-from fedloom.methods.sums import Privacy, totals_of
 from fedloom.numerics.privacy import clip, gaussian, stretched
 from fedloom.numerics.tree import norm
 from fedloom.runtime.compression import compress, expand

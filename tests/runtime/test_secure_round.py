@@ -19,8 +19,8 @@ from fedloom.config import parse_config
 from fedloom.errors import ConfigError, RoundError
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
+from fedloom.methods.protection import Privacy, SecureAggregation
 from fedloom.methods.server import ServerStep
-from fedloom.methods.sums import Privacy, SecureAggregation
 from fedloom.numerics.fixed import LARGEST
 from fedloom.numerics.init import router_init
 from fedloom.numerics.seeding import generator

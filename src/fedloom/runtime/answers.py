@@ -12,10 +12,11 @@ import torch
 from fedloom.config import Config
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
+from fedloom.methods.protection import Privacy, SecureAggregation
 from fedloom.methods.server import ServerStep
-from fedloom.methods.sums import Privacy, SecureAggregation, Totals
 from fedloom.numerics.tree import by_component, norm
 from fedloom.runtime.quarantine import NORM_FACTOR, ROUNDING, absurd_norms, check_reply, printable, reach
+from fedloom.runtime.totals import Totals
 from fedloom.runtime.wire import decode_reply
 from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire
 

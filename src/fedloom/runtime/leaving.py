@@ -8,7 +8,7 @@ import torch
 
 from fedloom.config import Config
 from fedloom.methods.base import Method
-from fedloom.methods.sums import Privacy
+from fedloom.methods.protection import Privacy
 from fedloom.numerics.privacy import clip, gaussian, stretched
 from fedloom.numerics.tree import norm, place, take
 from fedloom.runtime.client import LocalClient, carry_out

@@ -12,7 +12,6 @@ import torch
 
 from fedloom.methods.base import Method
 from fedloom.methods.server import Uniform, server_step
-from fedloom.methods.sums import totals_of
 from fedloom.numerics.seeding import numpy_generator
 from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, judge
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
@@ -20,6 +19,7 @@ from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.joining import Door, Newcomers, nobody
 from fedloom.runtime.private import check_target, epsilon, poisson_cohort, privatised, source_of, spending
 from fedloom.runtime.secure_round import secure_exchange
+from fedloom.runtime.totals import totals_of
 from fedloom.types import Order, Plain, Replies, Setup, State, Training
 
 __all__ = ["MAX_REASON", "Answers", "Federation", "Receipt", "Transport", "federate", "judge"]

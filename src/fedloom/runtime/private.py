@@ -17,10 +17,11 @@ import torch
 
 from fedloom.errors import ConfigError
 from fedloom.methods.base import Method
-from fedloom.methods.sums import Privacy, Totals, mean_reply
+from fedloom.methods.protection import Privacy
 from fedloom.numerics.privacy import gaussian
 from fedloom.numerics.seeding import derive_seed
 from fedloom.numerics.tree import norm
+from fedloom.runtime.totals import Totals, mean_reply
 from fedloom.types import Order, Plain, Reply, Tensors, component
 
 #: Rényi orders. Opacus' own end at 63, too early for a budget of few rounds with much noise.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from fedloom.errors import RoundError, UpdateRejected
 from fedloom.methods.base import Method
-from fedloom.methods.sums import SecureAggregation, Totals, mean_reply
+from fedloom.methods.protection import SecureAggregation
 from fedloom.numerics.fixed import Layout, layout_of
 from fedloom.numerics.tree import by_component, norm
 from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, farthest
@@ -23,6 +23,7 @@ from fedloom.runtime.events import Observer
 from fedloom.runtime.quarantine import printable
 from fedloom.runtime.secagg import SecureSum, threshold_of
 from fedloom.runtime.secure_client import frame, unframe
+from fedloom.runtime.totals import Totals, mean_reply
 from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain, Reply, component
 
