@@ -13,8 +13,6 @@ from scipy import integrate, special
 
 pytest.importorskip("opacus", reason="Opacus is an option of its own")
 
-from fedloom.runtime.totals import totals_of
-
 from fedloom.config import parse_config
 from fedloom.errors import ConfigError
 from fedloom.methods import METHODS
@@ -26,6 +24,7 @@ from fedloom.runtime.compression import compress, expand
 from fedloom.runtime.events import Observer
 from fedloom.runtime.leaving import Leaving, shaped, within
 from fedloom.runtime.private import epsilon, poisson_cohort, privatised
+from fedloom.runtime.totals import totals_of
 from fedloom.runtime.wire import decode_reply
 from fedloom.types import Order, Reply, Tensors
 from small_world import SECRET, SPEC, TRAINING, World, random_tensors, same, world_of

@@ -1,4 +1,4 @@
-"""What protects clients, differential privacy and secure aggregation, and which methods can be run so: by sums alone."""
+"""What protects clients: differential privacy and secure aggregation, which take from a round a sum alone."""
 
 from __future__ import annotations
 
