@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture with default targets. Nothing here reaches for a network."""
+"""Tiny random models of every architecture with default targets, and of OPT. Nothing here reaches for a network."""
 
 import os
 
@@ -33,6 +33,15 @@ _CONFIGS = {
     "mistral": _LLAMA_LIKE,
     "phi3": _LLAMA_LIKE,
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1},
+    "opt": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
 }
 
 

@@ -263,47 +263,21 @@ def test_route_uses_the_router_or_the_single_expert(tiny) -> None:
         grafted.route(features, "soft")
 
 
-def test_training_mode_leaves_the_backbone_s_own_dropout_off(tiny, token_ids) -> None:
-    grafted = graft(tiny("gpt2"), AdapterSpec(("c_attn",), rank=2, dropout=0.0))  # GPT-2 has dropout 0.1 of its own
+@pytest.mark.parametrize(("name", "targets"), [("gpt2", ("c_attn",)), ("opt", ("q_proj", "v_proj"))])
+def test_training_mode_leaves_the_backbone_s_own_dropout_off(
+    tiny, token_ids, name: str, targets: tuple[str, ...]
+) -> None:
+    """Both models drop out a tenth: GPT-2 in modules of their own, OPT also in each block, by the block's mode."""
+    grafted = graft(tiny(name), AdapterSpec(targets, rank=2, dropout=0.0))
     grafted.load(random_like(grafted.read()))
     evaluated = grafted.model(token_ids).logits
     grafted.train()
     assert torch.equal(grafted.model(token_ids).logits, evaluated)
-    grafted.respec(AdapterSpec(("c_attn",), rank=2, dropout=0.5))
+    grafted.respec(AdapterSpec(targets, rank=2, dropout=0.5))
     grafted.train()
     assert not torch.equal(grafted.model(token_ids).logits, evaluated)
     grafted.eval()
     assert torch.equal(grafted.model(token_ids).logits, evaluated)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_m3_gradient_checkpointing_with_a_frozen_base_moves_every_b(tiny, token_ids, name: str) -> None:
-    def gradients(checkpointed: bool) -> tuple[dict[str, torch.Tensor], int, torch.Tensor]:
-        model = tiny(name)
-        targets = default_targets(model.config)
-        grafted = graft(model, AdapterSpec(targets, rank=3, alpha=6.0, dropout=0.1, experts=2, router_hidden=5))
-        calls: list[int] = []
-        next(iter(grafted.layers.values())).base.register_forward_hook(lambda *_: calls.append(1))
-        if checkpointed:
-            grafted.checkpoint_activations()
-        grafted.train()
-        optimizer = torch.optim.SGD([*grafted.expert_parameters(), *grafted.router_parameters()], lr=1.0)
-        torch.manual_seed(0)
-        for step in range(2):  # B is zero at first, so A and the router get their first gradient in the second step
-            optimizer.zero_grad()
-            with grafted.routing(grafted.route(torch.ones(4, 32), "soft")):
-                model(token_ids, labels=token_ids).loss.backward()
-            optimizer.step()
-            assert all(slot.value.any() for slot in grafted.parameters_by_name().values()), step
-        return grafted.read(), len(calls), grafted.router_parameters()[0].grad
-
-    plain, once, router_plain = gradients(False)
-    checked, twice, router_checked = gradients(True)
-    assert (once, twice) == (2, 4)  # the layers did run again in the backward pass
-    for key in plain:
-        torch.testing.assert_close(checked[key], plain[key], rtol=1e-4, atol=1e-6)
-    assert router_plain.any()
-    torch.testing.assert_close(router_checked, router_plain, rtol=1e-4, atol=1e-7)
 
 
 def test_m4_bf16_base_trains_float32_experts_under_a_grad_scaler(tiny, token_ids) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from fedloom.adapters.moe_lora import Gates, Mixer, MoELoRALinear, Routing, check_dropout, linear_shape
@@ -236,10 +235,7 @@ class Grafted:
 
     @contextmanager
     def routing(self, routing: Routing) -> Iterator[Gates]:
-        """Route forward passes inside by gates (b, M) or expert index (b,), or switch the adapters off (None).
-
-        Under gradient checkpointing the backward pass runs layers again, so it belongs inside too.
-        """
+        """Route forward passes inside by gates (b, M) or expert index (b,), or switch the adapters off (None)."""
         self._check_grafted()
         gates, before = self.gates, vars(self.gates).copy()
         gates.set(routing)
@@ -253,9 +249,6 @@ class Grafted:
         self.eval()
         for layer in self.layers.values():
             layer.training = True
-        for module in unwrap(self.model).modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # the block itself must train to be checkpointed; its parts stay in eval
         if self.router is not None:
             self.router.train()
 
@@ -264,16 +257,6 @@ class Grafted:
         self.model.eval()
         if self.router is not None:
             self.router.eval()
-
-    def checkpoint_activations(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them: less memory, more time.
-
-        Non-reentrant, so that gradients reach the experts although the embeddings are frozen.
-        """
-        inner: Any = unwrap(self.model)
-        if not getattr(inner, "supports_gradient_checkpointing", False):
-            raise AdapterError(f"{type(inner).__name__} does not support gradient checkpointing.")
-        inner.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     def _check_grafted(self) -> None:
         if not self.layers:
