@@ -20,9 +20,6 @@ from fedloom.runtime.totals import Totals
 from fedloom.runtime.wire import decode_reply
 from fedloom.types import Order, Plain, Replies, Reply, Tensors, Wire
 
-#: A reason may quote what a client sent, which may be long.
-MAX_REASON = 500
-
 
 @dataclass(frozen=True)
 class Receipt:
@@ -307,7 +304,7 @@ def judge(
                 raise UpdateRejected("it was not asked")
             accepted.append(examine(method, asked[receipt.client], receipt, federation))
         except UpdateRejected as reason:
-            quarantined[receipt.client] = printable(str(reason), MAX_REASON)
+            quarantined[receipt.client] = printable(str(reason))
     for what in () if federation.privacy is not None else ("size", "free"):  # one client must not decide on another
         norms = [getattr(usable, what) for usable in accepted]
         for index in reversed(absurd_norms(norms, federation.norm_factor)):

@@ -21,7 +21,7 @@ from fedloom.methods.base import Method
 from fedloom.runtime.events import Observer
 from fedloom.runtime.flower_messages import HELLO, ORDER, SECURE, pack, unpack
 from fedloom.runtime.flower_pull import Pull
-from fedloom.runtime.loop import MAX_REASON, Receipt
+from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import check_client_name
 from fedloom.runtime.quarantine import printable
 from fedloom.runtime.site import Terms, mismatch, round_of, version_of
@@ -307,7 +307,7 @@ class FlowerTransport:
             about, _ = unpack(message.content, self.max_reply_bytes)
             self._admit(node, about)
         except (UpdateRejected, ConfigError) as refusal:
-            self.refused[str(node.node_id)] = printable(str(refusal), MAX_REASON)
+            self.refused[str(node.node_id)] = printable(str(refusal))
             self.observer.say(f"A site (node {node.node_id}) is refused: {self.refused[str(node.node_id)]}.")
             self._tell()
 
@@ -346,7 +346,7 @@ class FlowerTransport:
     def _receive(self, message: Any, client: str, round: int, down: int, seconds: float) -> Receipt | None:
         """Write a reply to the spool, unread but for its header and checksum; None if Flower brings no reply."""
         if message.has_error():
-            reason = printable(str(message.error.reason), MAX_REASON)
+            reason = printable(str(message.error.reason))
             self.observer.say(f"Round {round}: {client} gave no answer: {reason}.")
             return None
         path = self.spool / f"{client}.safetensors"

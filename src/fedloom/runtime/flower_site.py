@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from fedloom.errors import ConfigError, FedloomError, SiteRefusal, UpdateRejected
 from fedloom.runtime.flower_messages import HELLO, pack, require_flower, unpack
-from fedloom.runtime.loop import MAX_REASON
 from fedloom.runtime.quarantine import printable
 from fedloom.runtime.site import Site, SiteConfig, Terms, load_site
 from fedloom.runtime.turns import in_turn
@@ -72,7 +71,7 @@ def _answered(
             about, payload = unpack(content, config.limits.max_order_bytes)
             return what(_site(path), _terms(about), payload)
     except (SiteRefusal, UpdateRejected) as refusal:
-        logger.error("fedloom refuses: %s", printable(str(refusal), MAX_REASON))
+        logger.error("fedloom refuses: %s", printable(str(refusal)))
         return pack({"refused": str(refusal)})
     except Exception as error:
         logger.error("fedloom: %s", error, exc_info=None if isinstance(error, FedloomError) else error)

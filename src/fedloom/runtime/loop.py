@@ -13,7 +13,7 @@ import torch
 from fedloom.methods.base import Method
 from fedloom.methods.server import Uniform, server_step
 from fedloom.numerics.seeding import numpy_generator
-from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, judge
+from fedloom.runtime.answers import Answers, Federation, Receipt, judge
 from fedloom.runtime.checkpoint import Checkpoint, CheckpointFolder
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.joining import Door, Newcomers, nobody
@@ -22,7 +22,7 @@ from fedloom.runtime.secure_round import secure_exchange
 from fedloom.runtime.totals import totals_of
 from fedloom.types import Order, Plain, Replies, Setup, State, Training
 
-__all__ = ["MAX_REASON", "Answers", "Federation", "Receipt", "Transport", "federate", "judge"]
+__all__ = ["Answers", "Federation", "Receipt", "Transport", "federate", "judge"]
 
 
 class Transport(Protocol):

@@ -20,6 +20,9 @@ STEP = 0.1 / math.sqrt(0.001 * (1 - 0.9**2 / 0.999))
 #: rest of earlier rounds is sent along by (1 + 0.063) / (1 − 0.063) = 1.135.
 ROUNDING = 1.15
 
+#: A reason may quote what a client sent, which may be long.
+MAX_REASON = 500
+
 
 def check_reply(reply: Reply, expected: dict[str, tuple[int, ...]]) -> None:
     """Refuse a reply whose tensors are not exactly the expected float32 ones, all finite.
@@ -71,6 +74,6 @@ def reach(training: Training, steps: float, values: int, start: float = 0.0) -> 
     return rate * steps * (STEP * math.sqrt(values) + training.weight_decay * start)
 
 
-def printable(reason: str, most: int) -> str:
+def printable(reason: str, most: int = MAX_REASON) -> str:
     """Return a reason that is safe in a terminal and a log: one line, no control characters, cut."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in reason[:most])

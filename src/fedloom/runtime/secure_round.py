@@ -18,7 +18,7 @@ from fedloom.methods.base import Method
 from fedloom.methods.protection import SecureAggregation
 from fedloom.numerics.fixed import Layout, layout_of
 from fedloom.numerics.tree import by_component, norm
-from fedloom.runtime.answers import MAX_REASON, Answers, Federation, Receipt, farthest
+from fedloom.runtime.answers import Answers, Federation, Receipt, farthest
 from fedloom.runtime.events import Observer
 from fedloom.runtime.quarantine import printable
 from fedloom.runtime.secagg import SecureSum, threshold_of
@@ -209,7 +209,7 @@ class Attempt:
                 take(client, *unframe(data))
                 good.append(client)
             except UpdateRejected as reason:
-                why = printable(str(reason), MAX_REASON)
+                why = printable(str(reason))
                 self.tally.quarantined[client] = f"in stage {stage!r}: {why}"
                 self.observer.say(f"Round {self.round}: {client} is left out, in stage {stage!r}: {why}.")
             self.tally.add(receipt)
