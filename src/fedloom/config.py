@@ -12,14 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedloom.config_file import override_key, read_yaml
 from fedloom.errors import ConfigError, nearest
 from fedloom.methods import METHODS
-from fedloom.methods.base import Method
+from fedloom.methods.base import Method, Section
 from fedloom.methods.protection import Privacy, SecureAggregation
 from fedloom.methods.server import ServerStep
 from fedloom.types import Training, Wire
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class BackboneConfig(Section):
@@ -139,61 +135,6 @@ class TrainingConfig(Section):
         return Training(**{**self.model_dump(), "steps": self.steps * steps_factor})
 
 
-class ServerConfig(Section):
-    """Options around any method's server step; see ``methods.server.ServerStep``."""
-
-    weights: Literal["method", "sample", "uniform"] = "method"
-    aggregation: Literal["factors", "product-svd"] = "factors"
-    conflict: Literal["none", "project"] = "none"
-    importance: Literal["samples", "norm"] = "samples"
-    optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
-    lr: float = Field(1.0, gt=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.99, ge=0, lt=1)
-    tau: float = Field(1e-3, gt=0)
-
-    @model_validator(mode="after")
-    def _rate(self) -> ServerConfig:
-        if self.optimizer == "none" and self.lr != 1.0:
-            raise ValueError("lr is the rate of a server optimizer, and optimizer is none")
-        if self.optimizer in ("fedadam", "fedyogi") and self.lr == 1.0:  # the default, which is FedAvgM's
-            raise ValueError(
-                f"{self.optimizer} needs lr: each entry moves by about so much a round; near what clients move it"
-            )
-        return self
-
-    def ordered(self) -> ServerStep:
-        return ServerStep(**self.model_dump())
-
-
-class PrivacyConfig(Section):
-    """Client-level differential privacy; see ``methods.protection.Privacy`` and docs/privacy.md."""
-
-    clip: float = Field(gt=0, le=1e9)
-    noise: float = Field(ge=0, le=1e9)
-    delta: float = Field(1e-5, gt=0, lt=1)
-    target: float | None = Field(None, gt=0)
-    accountant: Literal["rdp", "prv"] = "rdp"
-    probe_clip: float | None = Field(None, gt=0, le=1e9)
-    probe_noise: float | None = Field(None, ge=0, le=1e9)
-    warn: float = Field(1.0, gt=0)
-    reproducible: bool = False
-
-    def ordered(self) -> Privacy:
-        return Privacy(**self.model_dump())
-
-
-class SecaggConfig(Section):
-    """Secure aggregation; see ``methods.protection.SecureAggregation`` and docs/privacy.md."""
-
-    threshold: float = Field(2 / 3, gt=0.5, le=1)
-    min_contributors: int = Field(3, ge=2)
-    reveal_signatures: bool = False
-
-    def ordered(self) -> SecureAggregation:
-        return SecureAggregation(**self.model_dump())
-
-
 class EvaluationConfig(Section):
     """``every`` rounds the loss is measured (0: only before and after); ``routing`` is compared after the last one.
 
@@ -245,10 +186,10 @@ class RunSections(Section):
     adapter: AdapterConfig = AdapterConfig()
     federation: FederationConfig = FederationConfig()
     training: TrainingConfig = TrainingConfig()
-    server: ServerConfig = ServerConfig()
+    server: ServerStep = ServerStep()
     evaluation: EvaluationConfig = EvaluationConfig()
-    privacy: PrivacyConfig | None = None
-    secagg: SecaggConfig | None = None
+    privacy: Privacy | None = None
+    secagg: SecureAggregation | None = None
 
 
 class Config(RunSections):
@@ -267,8 +208,7 @@ class Config(RunSections):
             )
         kind = METHODS[self.method.name]
         method = kind(kind.Options(**(self.method.model_extra or {})))
-        server = self.server.ordered()
-        redrawn = server.aggregation == "product-svd"
+        redrawn = self.server.aggregation == "product-svd"
         if self.training.optimizer_state == "keep" and (redrawn or not method.keeps_moments):
             who = "server.aggregation product-svd" if redrawn else method.title
             raise ConfigError(
@@ -287,13 +227,12 @@ class Config(RunSections):
                 "to 'full'."
             )
         method.check_rounds(self.federation.rounds)
-        privacy = None if self.privacy is None else self.privacy.ordered()
-        if privacy is not None:
-            privacy.check(method, server)
+        if self.privacy is not None:
+            self.privacy.check(method, self.server)
         if self.secagg is not None:
             federation = self.federation
-            self.secagg.ordered().check(method, server, federation.wire, privacy, federation.participation)
-        server.check(method)  # last: what a method cannot do at all is said before what an option cannot
+            self.secagg.check(method, self.server, federation.wire, self.privacy, federation.participation)
+        self.server.check(method)  # last: what a method cannot do at all is said before what an option cannot
         return method
 
 

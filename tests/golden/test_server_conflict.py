@@ -93,7 +93,7 @@ def test_a_method_with_a_rule_of_its_own_refuses() -> None:
     with pytest.raises(ConfigError, match="product-svd replaces"):
         ServerStep(conflict="project", aggregation="product-svd").check(FedIT())
     plain = {"data": {"clients": {"a": "a.jsonl"}}, "server": {"conflict": "project", "importance": "norm"}}
-    assert parse_config(plain).server.ordered() == ServerStep(conflict="project", importance="norm")
+    assert parse_config(plain).server == ServerStep(conflict="project", importance="norm")
 
 
 def test_a_run_with_both(tmp_path: Path) -> None:

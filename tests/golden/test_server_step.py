@@ -192,12 +192,14 @@ def test_three_rounds_of_an_optimiser_are_the_papers_loop(kind: Any) -> None:
 def test_two_rounds_by_hand() -> None:
     """x = 1, changes 2 and −1. FedAvgM, β = ½, lr = 1: m = 2, 0; x = 3, 3.
 
-    FedAdam, β₁ = β₂ = ½, τ = 0, lr = 1: m = 1, 0; v = 2, 1.5; x = 1 + 1/√2, the same. FedYogi: v = 2, then
+    FedAdam, β₁ = β₂ = ½, τ ≈ 0, lr = ½: m = 1, 0; v = 2, 1.5; x = 1 + ½/√2, the same. FedYogi: v = 2, then
     2 − ½·1·sign(2 − 1) = 1.5. From v = 0 it is 0 − ½·4·sign(−4) = 2.
     """
     name = "experts/0/v.lora_A"
-    for kind, ends_at in (("fedavgm", [3.0, 3.0]), ("fedadam", [1 + 0.5**0.5] * 2), ("fedyogi", [1 + 0.5**0.5] * 2)):
-        step = ServerStep(optimizer=kind, beta1=0.5, beta2=0.5, tau=0.0)
+    adaptive = 1 + 0.5 * 0.5**0.5
+    cases = (("fedavgm", 1.0, [3.0, 3.0]), ("fedadam", 0.5, [adaptive] * 2), ("fedyogi", 0.5, [adaptive] * 2))
+    for kind, lr, ends_at in cases:
+        step = ServerStep(optimizer=kind, lr=lr, beta1=0.5, beta2=0.5, tau=1e-12)
         state = State(1, {name: torch.tensor([[1.0]])}, METHOD.init(setup_of()).spec)
         for change, end in zip((2.0, -1.0), ends_at, strict=True):
             reply = Reply("a", {name: torch.tensor([[change]])}, {"examples": 1, "experts/0": 1})
@@ -254,13 +256,13 @@ def test_products_need_two_averaged_factors() -> None:
         step.check(METHODS["ffa_lora"]())
     with pytest.raises(ConfigError, match="FFA-LoRA"):
         config("ffa_lora", aggregation="product-svd")
-    assert config("fedit", aggregation="product-svd").server.ordered() == step
+    assert config("fedit", aggregation="product-svd").server == step
 
 
 @pytest.mark.parametrize("kind", ["fedavgm", "fedadam", "fedyogi"])
 def test_products_and_an_optimiser_exclude_each_other(kind: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{kind} .*product-svd draws new factors.*Use one of the two"):
-        ServerStep(aggregation="product-svd", optimizer=kind).check(METHOD)
+        ServerStep(aggregation="product-svd", optimizer=kind, lr=0.5).check(METHOD)
     with pytest.raises(ConfigError, match="Use one of the two"):
         config("fedit", aggregation="product-svd", optimizer=kind, lr=0.5)
     assert config("fedit", optimizer=kind, lr=0.01).server.optimizer == kind
@@ -317,10 +319,12 @@ def test_moments_of_factors_that_are_drawn_anew_or_rest_are_not_kept(method: str
 
 
 def test_adaptive_optimisers_need_a_rate_and_no_optimiser_has_one() -> None:
-    assert config("fedit", optimizer="fedavgm").server.ordered().lr == 1.0
+    assert config("fedit", optimizer="fedavgm").server.lr == 1.0
     for kind in ("fedadam", "fedyogi"):
         for given in ({}, {"lr": 1.0}):  # a run's own config.yaml holds every default
             with pytest.raises(ConfigError, match=f"{kind} needs lr: each entry moves by about so much a round"):
                 config("fedit", optimizer=kind, **given)
+            with pytest.raises(ValueError, match=f"{kind} needs lr"):
+                ServerStep(optimizer=kind, **given)
     with pytest.raises(ConfigError, match="lr is the rate of a server optimizer, and optimizer is none"):
         config("fedit", lr=0.1)

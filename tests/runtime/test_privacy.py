@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def convert(rdp: dict[float, float], delta: float) -> float:
 def test_without_sampling_epsilon_is_the_closed_form(noise: float, rounds: int, delta: float) -> None:
     """D_α(N(0, σ²) ‖ N(1, σ²)) = α / 2σ², and divergences of rounds add up (Mironov 2017, Table II)."""
     expected = convert({a: rounds * a / (2 * noise**2) for a in ORDERS}, delta)
-    found = epsilon(Privacy(1.0, noise, delta), 1.0, rounds, probed=False)
+    found = epsilon(Privacy(clip=1.0, noise=noise, delta=delta), 1.0, rounds, probed=False)
     assert found == pytest.approx(expected, rel=1e-9)
     # Balle and Wang (2018), Theorem 8: the exact δ of that ε; composition of Gaussians is one with μ = √T / σ.
     mu = math.sqrt(rounds) / noise
@@ -73,20 +72,20 @@ def sampled_divergence(a: float, noise: float, rate: float) -> float:
 def test_with_sampling_epsilon_is_that_of_numerical_integration(noise: float, rate: float, rounds: int) -> None:
     few = [a for a in ORDERS if 1.5 <= a <= 32]
     expected = convert({a: rounds * sampled_divergence(a, noise, rate) for a in few}, 1e-5)
-    assert epsilon(Privacy(1.0, noise), rate, rounds, probed=False) == pytest.approx(expected, rel=1e-4)
+    assert epsilon(Privacy(clip=1.0, noise=noise), rate, rounds, probed=False) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_probe_is_counted_without_sampling() -> None:
-    privacy = Privacy(1.0, 2.0, probe_clip=1.0, probe_noise=3.0)
+    privacy = Privacy(clip=1.0, noise=2.0, probe_clip=1.0, probe_noise=3.0)
     both = convert({a: a / (2 * 3.0**2) + 5 * a / (2 * 2.0**2) for a in ORDERS}, 1e-5)
     assert epsilon(privacy, 1.0, 5, probed=True) == pytest.approx(both)
     assert epsilon(privacy, 1.0, 0, probed=True) == pytest.approx(convert({a: a / 18 for a in ORDERS}, 1e-5))
     assert epsilon(privacy, 1.0, 0, probed=False) == 0.0
-    assert epsilon(replace(privacy, noise=0.0), 1.0, 1, probed=True) == math.inf
+    assert epsilon(privacy.model_copy(update={"noise": 0.0}), 1.0, 1, probed=True) == math.inf
 
 
 def test_the_other_accountant_is_tighter_and_still_honest() -> None:
-    rdp, prv = (epsilon(Privacy(1.0, 2.0, accountant=a), 1.0, 10, probed=False) for a in ("rdp", "prv"))
+    rdp, prv = (epsilon(Privacy(clip=1.0, noise=2.0, accountant=a), 1.0, 10, probed=False) for a in ("rdp", "prv"))
     mu = math.sqrt(10) / 2.0
     exact = special.ndtr(mu / 2 - prv / mu) - math.exp(prv) * special.ndtr(-mu / 2 - prv / mu)
     assert prv < rdp
@@ -152,13 +151,13 @@ def test_the_denominator_is_fixed_and_noise_enters_the_sum() -> None:
     update = [{name: torch.full((20_000,), value) for name in tensors} for value in (1.0, 2.0, 0.0)]
     replies = [Reply(c, u, {"examples": 1, "experts/0": 1}) for c, u in zip("abd", update, strict=True)]
     source = torch.Generator().manual_seed(1)
-    quiet, factor = privatised(method, orders, totals_of(replies), Privacy(1.0, 0.0), 0.5, source)
+    quiet, factor = privatised(method, orders, totals_of(replies), Privacy(clip=1.0, noise=0.0), 0.5, source)
     assert torch.equal(quiet.send["experts/0/x.lora_A"], torch.full((20_000,), 1.5))
     assert factor == 0.0
-    noisy, factor = privatised(method, orders, totals_of(replies), Privacy(6.0, 0.5), 0.5, source)
+    noisy, factor = privatised(method, orders, totals_of(replies), Privacy(clip=6.0, noise=0.5), 0.5, source)
     assert float(noisy.send["experts/0/x.lora_A"].std()) == pytest.approx(3.0 / 2, rel=0.02)
     assert factor == pytest.approx(3.0 / 3.0, rel=0.02)  # noise of 3 per number on a sum of 3 per number
-    nobody, factor = privatised(method, orders, totals_of([]), Privacy(6.0, 0.5), 0.5, source)
+    nobody, factor = privatised(method, orders, totals_of([]), Privacy(clip=6.0, noise=0.5), 0.5, source)
     assert float(nobody.send["experts/0/x.lora_A"].std()) == pytest.approx(1.5, rel=0.02)
     assert factor == math.inf
 
@@ -169,7 +168,7 @@ def test_clients_are_drawn_one_by_one() -> None:
     assert sum(sizes) / 400 == pytest.approx(15, abs=0.5)
     assert max(sizes) > min(sizes) + 8  # not of one size
     assert poisson_cohort(names, 1.0, HUGE, 1, 1) == names
-    secret = replace(HUGE, reproducible=False)
+    secret = HUGE.model_copy(update={"reproducible": False})
     assert poisson_cohort(names, 0.5, secret, 1, 1) != poisson_cohort(names, 0.5, secret, 1, 1)
 
 
@@ -197,7 +196,7 @@ def test_without_noise_and_clipping_it_is_bitwise_the_plain_run(name: str, tmp_p
 def test_fedweave_says_nothing_of_sizes_and_counts_its_probe(tmp_path: Path) -> None:
     kind = METHODS["fedweave"]
     method = kind(kind.Options(buckets="max", max_buckets=2))
-    privacy = replace(HUGE, noise=1.0, probe_clip=1.0, probe_noise=0.5)
+    privacy = HUGE.model_copy(update={"noise": 1.0, "probe_clip": 1.0, "probe_noise": 0.5})
     found = go(tmp_path, "fedweave", privacy, method, rounds=1)
     state = found.checkpoints.load(1).state
     assert all(size == 1 for sizes in state.values["sizes"].values() for size in sizes)
@@ -211,7 +210,7 @@ def test_fedweave_says_nothing_of_sizes_and_counts_its_probe(tmp_path: Path) -> 
 
 
 def test_every_reply_of_a_clipped_run_is_within_the_bound(tmp_path: Path) -> None:
-    found = go(tmp_path, "fedit", Privacy(0.01, 0.1, reproducible=True), rounds=1, wire="int8")
+    found = go(tmp_path, "fedit", Privacy(clip=0.01, noise=0.1, reproducible=True), rounds=1, wire="int8")
     assert found.log.read()[1]["quarantined"] == {}
     for path in found.simulator.spool.iterdir():
         reply = decode_reply(path, path.stem, 1, "int8")
@@ -221,9 +220,9 @@ def test_every_reply_of_a_clipped_run_is_within_the_bound(tmp_path: Path) -> Non
 
 
 def test_a_reply_beyond_the_bound_is_quarantined(tmp_path: Path) -> None:
-    privacy = Privacy(1e-3, 0.1, reproducible=True)
+    privacy = Privacy(clip=1e-3, noise=0.1, reproducible=True)
     found = world_of(METHODS["fedit"](), tmp_path)
-    found.simulator.leaving = Leaving(privacy=replace(privacy, clip=1.0))  # the clients do not keep to it
+    found.simulator.leaving = Leaving(privacy=privacy.model_copy(update={"clip": 1.0}))  # the clients do not keep to it
     observer = Told()
     found.run(METHODS["fedit"](), rounds=1, server=UNIFORM, privacy=privacy, min_replies=0, observer=observer)
     quarantined = found.log.read()[1]["quarantined"]
@@ -243,7 +242,7 @@ def test_a_target_ends_the_run_before_it_is_passed_and_noise_is_warned_of(tmp_pa
     base = Privacy(clip=0.01, noise=3.0, reproducible=True)
     limit = (epsilon(base, 1.0, 2, False) + epsilon(base, 1.0, 3, False)) / 2
     observer = Told()
-    found = go(tmp_path, "fedit", replace(base, target=limit), rounds=5, observer=observer)
+    found = go(tmp_path, "fedit", base.model_copy(update={"target": limit}), rounds=5, observer=observer)
     records = found.log.read()
     assert [record["round"] for record in records] == [0, 1, 2]
     assert records[-1]["privacy"]["epsilon"] < limit
@@ -252,12 +251,14 @@ def test_a_target_ends_the_run_before_it_is_passed_and_noise_is_warned_of(tmp_pa
     assert factor > 1
     assert any(f"Round 1: the noise is {factor:.3g} times" in line for line in observer.said)
     with pytest.raises(ConfigError, match="round 1 alone cost"):
-        go(tmp_path / "none", "fedit", replace(base, target=0.01))
+        go(tmp_path / "none", "fedit", base.model_copy(update={"target": 0.01}))
 
 
 def test_the_same_seed_gives_the_same_noise_only_if_asked(tmp_path: Path) -> None:
     runs = [
-        go(tmp_path / str(i), "fedit", Privacy(0.01, 1.0, reproducible=i < 2), rounds=1).checkpoints.load(1).state
+        go(tmp_path / str(i), "fedit", Privacy(clip=0.01, noise=1.0, reproducible=i < 2), rounds=1)
+        .checkpoints.load(1)
+        .state
         for i in range(4)
     ]
     assert same(runs[0].tensors, runs[1].tensors)
@@ -265,7 +266,7 @@ def test_the_same_seed_gives_the_same_noise_only_if_asked(tmp_path: Path) -> Non
 
 
 def test_a_round_without_anybody_is_noise(tmp_path: Path) -> None:
-    found = go(tmp_path, "fedit", Privacy(0.01, 1.0, reproducible=True), rounds=1, participation=1e-9)
+    found = go(tmp_path, "fedit", Privacy(clip=0.01, noise=1.0, reproducible=True), rounds=1, participation=1e-9)
     record = found.log.read()[1]
     assert record["cohort"] == []
     assert record["privacy"]["noise_to_signal"] is None
@@ -282,7 +283,7 @@ def test_M10_with_reproducible_noise_resume_equals_the_straight_run(tmp_path: Pa
             if record["round"] == 1:
                 raise Killed
 
-    privacy = Privacy(0.01, 1.0, reproducible=True)
+    privacy = Privacy(clip=0.01, noise=1.0, reproducible=True)
     straight = go(tmp_path / "straight", "fedit", privacy, participation=0.75)
     with pytest.raises(Killed):
         go(tmp_path / "killed", "fedit", privacy, participation=0.75, observer=Fatal())

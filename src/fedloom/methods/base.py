@@ -26,10 +26,14 @@ class Effort(NamedTuple):
     width: int = 0
 
 
-class MethodOptions(BaseModel):
-    """A method's own options; unknown ones are refused."""
+class Section(BaseModel):
+    """A part of a configuration; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class MethodOptions(Section):
+    """A method's own options."""
 
 
 def by_unit(weights: Mapping[str, float]) -> Callable[[str], float]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
 
 from fedloom.errors import ConfigError
-from fedloom.methods.base import Method
+from fedloom.methods.base import Method, Section
 from fedloom.methods.server import ServerStep
 
 
-@dataclass(frozen=True)
-class Privacy:
-    """Client-level differential privacy of what the server makes of a round.
+class Privacy(Section):
+    """The section ``privacy``: client-level differential privacy of what the server makes of a round (docs/privacy.md).
 
     Attributes:
         clip: ℓ2 bound of a client's whole update.
@@ -25,14 +26,14 @@ class Privacy:
         reproducible: all noise and the choice of clients come from the run's seed, which protects nobody.
     """
 
-    clip: float
-    noise: float
-    delta: float = 1e-5
-    target: float | None = None
-    accountant: str = "rdp"
-    probe_clip: float | None = None
-    probe_noise: float | None = None
-    warn: float = 1.0
+    clip: float = Field(gt=0, le=1e9)
+    noise: float = Field(ge=0, le=1e9)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    target: float | None = Field(None, gt=0)
+    accountant: Literal["rdp", "prv"] = "rdp"
+    probe_clip: float | None = Field(None, gt=0, le=1e9)
+    probe_noise: float | None = Field(None, ge=0, le=1e9)
+    warn: float = Field(1.0, gt=0)
     reproducible: bool = False
 
     def check(self, method: Method, server: ServerStep) -> None:
@@ -56,9 +57,8 @@ class Privacy:
             raise ConfigError(f"privacy: {method.title} cannot be protected so: {reason}.")
 
 
-@dataclass(frozen=True)
-class SecureAggregation:
-    """The server sees sums of updates only.
+class SecureAggregation(Section):
+    """The section ``secagg``: the server sees sums of updates only (docs/privacy.md).
 
     Attributes:
         threshold: share of a round's clients that must stay to its end; as many together could uncover one.
@@ -66,8 +66,8 @@ class SecureAggregation:
         reveal_signatures: clients may be asked one by one before round 1, though the server sees what they answer.
     """
 
-    threshold: float = 2 / 3
-    min_contributors: int = 3
+    threshold: float = Field(2 / 3, gt=0.5, le=1)
+    min_contributors: int = Field(3, ge=2)
     reveal_signatures: bool = False
 
     def check(

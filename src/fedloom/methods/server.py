@@ -10,22 +10,22 @@ LoRA experts of other methods.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 
 from fedloom.errors import ConfigError
-from fedloom.methods.base import Method
+from fedloom.methods.base import Method, Section
 from fedloom.numerics.aggregate import weighted_mean_by_component
 from fedloom.numerics.conflict import Sizes, Weights, conflicts, sizes_of
 from fedloom.numerics.lowrank import delta, truncate
 from fedloom.types import Replies, Reply, State, Tensors, component
 
 
-@dataclass(frozen=True)
-class ServerStep:
-    """How the server turns replies into the next state.
+class ServerStep(Section):
+    """The section ``server``: how the server turns replies into the next state.
 
     Attributes:
         weights: ``method`` (its own default), ``sample`` or ``uniform``.
@@ -45,10 +45,20 @@ class ServerStep:
     conflict: Literal["none", "project"] = "none"
     importance: Literal["samples", "norm"] = "samples"
     optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi"] = "none"
-    lr: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    lr: float = Field(1.0, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    tau: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="after")
+    def _rate(self) -> ServerStep:
+        if self.optimizer == "none" and self.lr != 1.0:
+            raise ValueError("lr is the rate of a server optimizer, and optimizer is none")
+        if self.optimizer in ("fedadam", "fedyogi") and self.lr == 1.0:  # the default, which is FedAvgM's
+            raise ValueError(
+                f"{self.optimizer} needs lr: each entry moves by about so much a round; near what clients move it"
+            )
+        return self
 
     def uniform(self, method: Method) -> bool:
         """Return whether all clients weigh the same."""

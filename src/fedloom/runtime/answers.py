@@ -85,15 +85,12 @@ class Federation:
 
 def federation_of(config: Config) -> Federation:
     """Return how a configuration has rounds run."""
-    privacy = None if config.privacy is None else config.privacy.ordered()
-    secagg = None if config.secagg is None else config.secagg.ordered()
-    server = config.server.ordered()
     return Federation(
         **config.federation.model_dump(),
         max_length=config.data.max_length,
-        server=server,
-        privacy=privacy,
-        secagg=secagg,
+        server=config.server,
+        privacy=config.privacy,
+        secagg=config.secagg,
     )
 
 

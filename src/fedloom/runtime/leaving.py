@@ -42,8 +42,8 @@ def leaving_of(config: Config, method: Method) -> Leaving:
     return Leaving(
         wire=config.federation.wire,
         feedback=config.federation.wire == "int8" and method.summed and config.server.aggregation == "factors",
-        privacy=None if config.privacy is None else config.privacy.ordered(),
-        uniform=config.server.ordered().uniform(method),
+        privacy=config.privacy,
+        uniform=config.server.uniform(method),
     )
 
 

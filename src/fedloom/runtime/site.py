@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from fedloom.backbones.context import check_length
 from fedloom.backbones.load import cache_dir, load_backbone
-from fedloom.config import BackboneConfig, PrivacyConfig, Section, explained
+from fedloom.config import BackboneConfig, Section, explained
 from fedloom.config_file import read_yaml
 from fedloom.data.sources import read_examples
 from fedloom.data.tokenize import encode, tokenizer_hash
@@ -21,6 +21,7 @@ from fedloom.errors import SiteRefusal
 from fedloom.files import write_private
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
+from fedloom.methods.protection import Privacy
 from fedloom.runtime.client import LocalClient, Rows, Workbench
 from fedloom.runtime.leaving import Leaving, leave
 from fedloom.runtime.memory import ClientMemory, MemoryFolder, check_client_name
@@ -110,12 +111,11 @@ class Terms(Section):
     memory: int | None = Field(None, ge=0, le=MOST_ROUNDS)
     wire: Wire = "none"
     feedback: bool = False
-    privacy: PrivacyConfig | None = None
+    privacy: Privacy | None = None
     uniform: bool = False
 
     def leaving(self) -> Leaving:
-        privacy = None if self.privacy is None else self.privacy.ordered()
-        return Leaving(self.wire, self.feedback, privacy, self.uniform)
+        return Leaving(self.wire, self.feedback, self.privacy, self.uniform)
 
     def build_method(self) -> Method:
         """Return the method, of the code that is installed here.
