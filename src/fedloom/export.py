@@ -20,7 +20,8 @@ from fedloom.adapters.native_graft import NativeGraft
 from fedloom.adapters.peft_io import save_expert
 from fedloom.adapters.state import pick_expert
 from fedloom.backbones.features import DEFINITION
-from fedloom.backbones.load import Backbone, parameter_hash, quiet_transformers
+from fedloom.backbones.hash import parameter_hash
+from fedloom.backbones.load import Backbone, quiet_transformers
 from fedloom.data.tokenize import template_kind, tokenizer_hash
 from fedloom.files import sync_folder, write_atomic, write_json
 from fedloom.runtime.client import Workbench

@@ -1,6 +1,7 @@
 """Backbones and devices that are not there, or whose files do not fit each other: words, not tracebacks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,40 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused(
     folder = save_backbone(tmp_path / "model")
     change(folder / "config.json", **fields)
     with pytest.raises(BackboneError, match=rf"'{folder}'.*{says}"):
+        load_backbone(str(folder))
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("name", ["some-org/kernel", "kernels-community/flash-attn", "nonsense", "paged|eager"])
+def test_an_attention_that_a_configuration_would_fetch_is_refused(tmp_path: Path, key: str, name: str) -> None:
+    folder = save_backbone(tmp_path / "model")
+    change(folder / "config.json", **{key: name})
+    with pytest.raises(BackboneError, match=rf"asks for the attention '{re.escape(name)}', .*eager, sdpa"):
+        load_backbone(str(folder))
+
+
+def test_an_attention_that_is_here_is_taken(tmp_path: Path) -> None:
+    folder = save_backbone(tmp_path / "model")
+    change(folder / "config.json", attn_implementation="eager")
+    assert load_backbone(str(folder)).config._attn_implementation == "eager"
+
+
+def test_a_package_that_transformers_lacks_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("this model needs the package 'spam'")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lacks)
+    with pytest.raises(BackboneError, match=r"cannot load the backbone .*needs the package 'spam'"):
+        load_backbone(str(save_backbone(tmp_path / "model")))
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    """``transformers`` would add it to the model without a word, under a name of its own."""
+    folder = save_backbone(tmp_path / "model")
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "x"}'
+    )
+    with pytest.raises(BackboneError, match=rf"'{folder}' has an adapter beside .*merge_and_unload"):
         load_backbone(str(folder))
 
 

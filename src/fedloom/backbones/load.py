@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
 
+from fedloom.backbones.hash import parameter_hash
 from fedloom.data.tokenize import end_token_id
 from fedloom.errors import BackboneError, DataError
 
@@ -43,6 +42,7 @@ DAMAGED = (
     ArithmeticError,
     AssertionError,
     RuntimeError,
+    ImportError,
     SafetensorError,
     StrictDataclassError,
 )
@@ -122,76 +122,6 @@ class Backbone:
         return logits
 
 
-#: Configuration that changes what the same parameters compute. Named one by one, because a newer ``transformers`` adds
-#: fields of its own and must not make a model another one.
-COMPUTING = (
-    "model_type",
-    "hidden_act",
-    "activation_function",
-    "rms_norm_eps",
-    "layer_norm_epsilon",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "sliding_window",
-    "layer_types",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_pre_attn_scalar",
-    "scale_attn_by_inverse_layer_idx",
-)
-
-#: The same of models with experts of their own: how these are chosen and weighed. Hashed only where set, so that other
-#: models keep their hash.
-COMPUTING_EXPERTS = (
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-    "topk_method",
-    "scoring_func",
-    "rope_interleave",
-    "clip_qkv",
-    "expert_capacity",
-    "router_dtype",
-)
-
-#: What encoder-decoders call their own way; other models have some of these names for something else.
-COMPUTING_BOTH_SIDES = (
-    "decoder_start_token_id",
-    "dense_act_fn",
-    "num_heads",
-    "d_kv",
-    "relative_attention_max_distance",
-)
-
-
-def parameter_hash(model: nn.Module) -> str:
-    """Return sha256 over what the model computes.
-
-    That is ``COMPUTING`` and ``COMPUTING_EXPERTS`` fields, and name, dtype, shape and bytes of each parameter and of
-    each buffer that is saved with them (DeepSeek-V3's bias on the choice of experts).
-    """
-    digest = hashlib.sha256()
-    config = model.config.to_dict()  # type: ignore[operator, union-attr]
-    fields = {key: config[key] for key in COMPUTING if key in config}
-    apart = COMPUTING_BOTH_SIDES if config.get("is_encoder_decoder") else ()
-    fields |= {key: config[key] for key in (*COMPUTING_EXPERTS, *apart) if config.get(key) is not None}
-    digest.update(json.dumps(fields, sort_keys=True).encode())
-    saved = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    for name, tensor in sorted((dict(model.named_parameters()) | buffers).items()):
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        digest.update(value.view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache: Path | None = None) -> Backbone:
     """Load and freeze a backbone.
 
@@ -207,6 +137,7 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
             not understood.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import find_adapter_config_file
 
     place = _place(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -216,11 +147,19 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     local = Path(source).is_dir()
     with quiet_transformers():
         try:
+            if find_adapter_config_file(source, local_files_only=local) is not None:
+                raise BackboneError(
+                    f"the backbone {name!r} has an adapter beside its weights (adapter_config.json), and only whole "
+                    "models are taken. Merge the adapter into its base model first (peft: merge_and_unload) and give "
+                    "the folder that this is saved to; or, if the adapter is not wanted, remove its files."
+                )
             # Code that comes with a model is never run, pickles are never read, and no weight is made up.
             config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+            _check_attention(name, config)
             loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             model, report = loader.from_pretrained(
                 source,
+                config=config,
                 dtype=kind,
                 local_files_only=local,
                 trust_remote_code=False,
@@ -250,6 +189,25 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
     if not backbone.writes_apart:
         _verify_head(backbone)
     return backbone
+
+
+def _check_attention(name: str, config: Any) -> None:
+    """Refuse a config.json that names an attention that is not here: ``transformers`` would fetch its code from a hub.
+
+    Raises:
+        BackboneError: naming it.
+    """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    own = ["eager", "sdpa", "flex_attention"]
+    own += ["flash_attention_2"] * is_flash_attn_2_available() + ["flash_attention_3"] * is_flash_attn_3_available()
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        wanted = getattr(part, "_attn_implementation", None)
+        if wanted is not None and wanted not in own:
+            raise BackboneError(
+                f"the config.json of {name!r} asks for the attention {wanted!r}, and only these are taken here: "
+                f"{', '.join(own)}. Remove 'attn_implementation' from it."
+            )
 
 
 def _place(device: str) -> torch.device:
@@ -339,11 +297,12 @@ def _from_gguf(path: Path, cache: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{path.stem}-"))
     try:
-        with quiet_transformers():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        with quiet_transformers(), tempfile.TemporaryDirectory() as alone:
+            # Files beside a GGUF are not its own: what they said, or the code they name, would come in with it.
+            (Path(alone) / path.name).symlink_to(path.resolve())
+            source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
+            model: Any = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32, **source)
+            tokenizer = AutoTokenizer.from_pretrained(alone, **source)
             # The weights are dequantised by now; the marks would make save_pretrained refuse them.
             model.hf_quantizer = None
             model.is_quantized = False
@@ -354,6 +313,8 @@ def _from_gguf(path: Path, cache: Path) -> Path:
         # Another process may have finished first: then its folder is as good as ours.
         with contextlib.suppress(OSError):
             partial.rename(target)
+    except Exception as error:  # any bytes may follow the first four, and their reader checks few of them
+        raise BackboneError(f"cannot read the GGUF file {path}: {_reason(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
