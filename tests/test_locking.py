@@ -43,3 +43,39 @@ def test_without_the_module_too(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(locking, "fcntl", None)
     with alone(tmp_path, ""), alone(tmp_path, ""):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "authorized_keys"
+    elsewhere.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"\.lock is a symbolic link"), alone(tmp_path / "run", ""):
+        pass
+    assert elsewhere.read_text() == "mine"
+
+
+def test_a_lock_that_becomes_a_link_in_between_is_not_followed(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "new")
+    monkeypatch.setattr(locking, "refuse_link", lambda path: None)
+    with pytest.raises(OSError, match="symbolic links"), alone(tmp_path, ""):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/memory", "checkpoints/spool", "models"])
+def test_a_run_of_which_a_part_is_a_link_is_refused(tmp_path: Path, part: str) -> None:
+    link, elsewhere = tmp_path / "run" / part, tmp_path / "elsewhere"
+    link.parent.mkdir(parents=True)
+    elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"{part} is a symbolic link"), alone(tmp_path / "run", ""):
+        pass
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_run_may_be_a_link_itself(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with alone(tmp_path / "run", ""):
+        assert (tmp_path / "disk" / ".lock").is_file()

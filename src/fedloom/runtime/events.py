@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from fedloom.errors import DataError
+from fedloom.files import write_atomic
+from fedloom.locking import no_link
 from fedloom.types import Plain
 
 
@@ -18,7 +20,7 @@ class RoundLog:
 
     def append(self, record: dict[str, Plain]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -51,9 +53,7 @@ class RoundLog:
         kept = [record for record in self.read() if record["round"] <= round]
         if [record["round"] for record in kept] != list(range(round + 1)):
             raise self._damaged(f"it does not hold the rounds 0 to {round}, one line each")
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept).encode())
 
     def _damaged(self, why: str) -> DataError:
         return DataError(f"{self.path} is damaged: {why}. Restore it, or start the run anew with another --out.")

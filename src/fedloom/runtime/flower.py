@@ -25,6 +25,7 @@ from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import check_client_name
 from fedloom.runtime.quarantine import printable
 from fedloom.runtime.site import Terms, mismatch, round_of, version_of
+from fedloom.runtime.spool import empty_spool, keep_reply
 from fedloom.runtime.wire import encode_order
 from fedloom.types import Order, Plain
 from fedloom.version import __version__
@@ -195,9 +196,7 @@ class FlowerTransport:
     ) -> list[Receipt]:
         """Send each client its payload and wait for what comes back; of late joiners none is needed."""
         least = 0 if late else self.patience.minimum
-        self.spool.mkdir(parents=True, exist_ok=True)
-        for left_over in self.spool.iterdir():
-            left_over.unlink()
+        empty_spool(self.spool)
         nodes = self._enough(set(payloads), least)
         start = time.monotonic()
         unasked = sorted(payloads.keys() & nodes.keys())
@@ -356,6 +355,6 @@ class FlowerTransport:
                 raise UpdateRejected(f"the site refuses: {about['refused']}")
         except UpdateRejected as refusal:
             return Receipt(client, path, 0, down, seconds, refused=str(refusal))
-        path.write_bytes(payload)
+        keep_reply(path, payload)
         memory = version_of(client, round) if about.get("kept") is True else None
         return Receipt(client, path, len(payload), down, seconds, memory)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from fedloom.errors import ConfigError, DataError, UpdateRejected
 from fedloom.files import write_atomic
+from fedloom.locking import refuse_link
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import Plain, Tensors
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Versions of memories, and what is left of one where writing was killed.
+_OWN = re.compile(rf"\.?{_NAME.pattern}-r\d+\.safetensors(\.\w+)?")
 
 
 def check_client_name(name: str) -> str:
@@ -67,10 +70,15 @@ class MemoryFolder:
         return version
 
     def forget_all_but(self, versions: set[str]) -> None:
-        """Delete versions that no checkpoint names any more."""
+        """Delete versions that no checkpoint names any more, and no other file.
+
+        Raises:
+            ConfigError: the folder is a link to elsewhere.
+        """
+        refuse_link(self.folder)
         if self.folder.is_dir():
             for path in self.folder.iterdir():
-                if path.name not in versions:
+                if path.name not in versions and _OWN.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
                     path.unlink()
 
 

@@ -15,6 +15,7 @@ from fedloom.runtime.loop import Receipt
 from fedloom.runtime.memory import MemoryFolder
 from fedloom.runtime.secagg import SecureClient
 from fedloom.runtime.secure_client import Work, answer, work_for_sum
+from fedloom.runtime.spool import empty_spool, keep_reply
 from fedloom.runtime.wire import decode_order, encode_order
 from fedloom.types import Order, Plain
 
@@ -55,9 +56,7 @@ class Simulator:
         self, method: Method, orders: Sequence[Order], memories: dict[str, str], observer: Observer
     ) -> list[Receipt]:
         """See ``loop.Transport``."""
-        self.spool.mkdir(parents=True, exist_ok=True)
-        for left_over in self.spool.iterdir():
-            left_over.unlink()
+        empty_spool(self.spool)
         receipts = []
         for index, order in enumerate(orders):
             observer.client(order.client, index, len(orders))
@@ -93,7 +92,7 @@ class Simulator:
             up, kept = answer(self.secrets.setdefault(name, SecureClient(name)), message, work)
         except (SiteRefusal, UpdateRejected) as refusal:
             return Receipt(name, path, 0, len(message), time.perf_counter() - start, refused=str(refusal))
-        path.write_bytes(up)
+        keep_reply(path, up)
         if kept is not None:
             version = self.memory.write(name, round, kept)
         return Receipt(name, path, len(up), len(message), time.perf_counter() - start, version)
@@ -116,7 +115,7 @@ class Simulator:
         client = self._client(order, version, observer)
         up, kept = leave(method, client, order, self.leaving)
         path = self.spool / f"{order.client}.safetensors"
-        path.write_bytes(up)
+        keep_reply(path, up)
         if kept is not None:
             version = self.memory.write(order.client, order.round, kept)
         seconds = time.perf_counter() - start
