@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.adapters.native import find_native
 from fedloom.adapters.native_mask import check_choosing
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
-from fedloom.config import Config
+from fedloom.config import BackboneConfig, Config
 from fedloom.errors import ConfigError
 from fedloom.export import save_model
 from fedloom.files import write_atomic, write_json
@@ -34,7 +34,7 @@ from fedloom.runtime.loop import cohort_size, federate
 from fedloom.runtime.memory import Memories, MemoryFolder
 from fedloom.runtime.simulate import Simulator
 from fedloom.types import AdapterSpec, Memory, Plain, Setup, State, View
-from fedloom.workload import cut_epochs, load_data
+from fedloom.workload import Data, Run, cut_epochs, load_data
 
 
 def run(config: Config, out: str | Path, *, resume: bool = False, observer: Observer | None = None) -> dict[str, Plain]:
@@ -63,61 +63,107 @@ def _run(config: Config, out: Path, resume: bool, observer: Observer) -> dict[st
     if (out / "checkpoints").exists() and not resume:
         raise ConfigError(f"{out} already holds a run. Give --resume to go on with it, or another --out.")
     resumed = resume and bool(CheckpointFolder(out / "checkpoints", {}).rounds())
-    if config.backbone.threads:
-        torch.set_num_threads(config.backbone.threads)
     method = config.build_method()
-    backbone = load_backbone(config.backbone.name, dtype=config.backbone.dtype, device=config.backbone.device)
+    backbone = backbone_of(config.backbone)
     data = load_data(config, backbone, observer, pooled=method.pooled)
     method.check_clients(sorted(data.clients))
     if cut := cut_epochs(config.training.ordered(), data.sizes):
         observer.say(cut)
-    spec = adapter_spec(config, method, backbone)
-    shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
-    checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
-    if done := checkpoints.rounds():
-        checkpoints.load(done[-1])  # refuses another configuration before anything of the run is overwritten
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-    earlier = json.loads((out / "manifest.json").read_text(encoding="utf-8")) if done else None
-    write_json(out / "manifest.json", manifest(config, backbone, data, earlier))
-
-    bench = Workbench(backbone, spec, cache_dir())
-    setup = Setup(
-        seed=config.seed,
-        spec=spec,
-        shapes=shapes,
-        hidden_size=backbone.hidden_size,
-        clients=tuple(sorted(name for name, rows in data.clients.items() if len(rows))),
-        initial=bench.grafted.read() if spec.native else {},
-    )
-    if method.has_probe and not spec.native:
+    bench, setup = setup_of(config, method, backbone, sorted(name for name, rows in data.clients.items() if len(rows)))
+    checkpoints = describe(out, config, backbone, data)
+    this = Run(config, method, bench, data)
+    if method.has_probe and not setup.spec.native:
         observer.phase("features", sum(map(len, data.clients.values())) + sum(map(len, data.test.values())))
         for rows in [*data.clients.values(), *data.test.values()]:
             rows.features(bench, observer.advance)
 
     memory = MemoryFolder(out / "checkpoints" / "memory")
     leaving = leaving_of(config, method)
-    simulator = Simulator(bench, data.clients, config.seed, memory, out / "checkpoints" / "spool", leaving)
-    log = RoundLog(out / "rounds.jsonl")
     state = federate(
         method,
-        simulator,
+        Simulator(bench, data.clients, config.seed, memory, out / "checkpoints" / "spool", leaving),
         setup,
         config.training.ordered(cohort_size(len(data.sizes), config.federation.participation) if method.pooled else 1),
         federation_of(config),
         checkpoints,
-        log,
+        RoundLog(out / "rounds.jsonl"),
         observer,
-        evaluate=lambda state, versions: evaluate_round(config, method, bench, data, state, Memories(memory, versions)),
+        evaluate=lambda state, versions: evaluate_round(this, state, Memories(memory, versions)),
     )
     memories = Memories(memory, checkpoints.load(state.round).memories)
-    write_models(out, config, method, bench, state, memories)  # first: no failure to measure it costs the model
-    metrics = evaluate_final(config, method, bench, data, state, memories, observer)
-    metrics["before"] = log.read()[0].get("evaluation")
-    metrics["alignment"] = audit(state, memories, data)
-    metrics |= peak_memory(backbone.device)
+    return finish(out, this, state, memories, observer, start=start, resumed=resumed)
+
+
+def backbone_of(wanted: BackboneConfig) -> Backbone:
+    """Pin PyTorch's threads and load the frozen model."""
+    if wanted.threads:
+        torch.set_num_threads(wanted.threads)
+    return load_backbone(wanted.name, dtype=wanted.dtype, device=wanted.device)
+
+
+def setup_of(config: Config, method: Method, backbone: Backbone, clients: Sequence[str]) -> tuple[Workbench, Setup]:
+    """Graft what a run trains onto the backbone; return the workbench, and what the method needs before round 1."""
+    spec = adapter_spec(config, method, backbone)
+    shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
+    bench = Workbench(backbone, spec, cache_dir())
+    setup = Setup(
+        seed=config.seed,
+        spec=spec,
+        shapes=shapes,
+        hidden_size=backbone.hidden_size,
+        clients=tuple(clients),
+        initial=bench.grafted.read() if spec.native else {},
+    )
+    return bench, setup
+
+
+def describe(out: Path, config: Config, backbone: Backbone, data: Data) -> CheckpointFolder:
+    """Write ``config.yaml`` and ``manifest.json``; return the folder of the run's checkpoints.
+
+    Raises:
+        ConfigError: checkpoints of another configuration are there; then nothing was overwritten.
+    """
+    checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
+    earlier = None
+    if done := checkpoints.rounds():
+        checkpoints.load(done[-1])
+        earlier = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
+    write_json(out / "manifest.json", manifest(config, backbone, data, earlier))
+    return checkpoints
+
+
+def finish(
+    out: Path,
+    this: Run,
+    state: State,
+    memories: Mapping[str, Memory],
+    observer: Observer,
+    *,
+    start: float,
+    resumed: bool,
+) -> dict[str, Plain]:
+    """Write the models, ``metrics.json`` and the report of a run whose rounds are over.
+
+    Args:
+        out: folder of the run.
+        this: what was run.
+        state: after the last round.
+        memories: what clients keep, as far as it is here.
+        observer: told of progress.
+        start: ``time.perf_counter()`` when the run began.
+        resumed: then that was where it went on.
+
+    Returns:
+        What ``metrics.json`` holds.
+    """
+    write_models(out, this, state, memories)  # first: no failure to measure it costs the model
+    metrics = evaluate_final(this, state, memories, observer)
+    metrics["before"] = RoundLog(out / "rounds.jsonl").read()[0].get("evaluation")
+    metrics["alignment"] = audit(state, memories, this.data)
+    metrics |= peak_memory(this.bench.backbone.device)
     metrics["seconds"] = round(time.perf_counter() - start, 1)
-    metrics["resumed"] = resumed  # then seconds are those since the resume
+    metrics["resumed"] = resumed
     write_json(out / "metrics.json", metrics)
     write_report(out)
     return metrics
@@ -132,10 +178,9 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     return peaks
 
 
-def write_models(
-    out: Path, config: Config, method: Method, bench: Workbench, state: State, memories: Mapping[str, Memory]
-) -> None:
+def write_models(out: Path, this: Run, state: State, memories: Mapping[str, Memory]) -> None:
     """Write the folders that ``models_of`` names."""
+    config, method, bench = this.config, this.method, this.bench
     for folder, view in models_of(method, state, memories).items():
         bench.load(view.tensors, view.spec)
         save_model(

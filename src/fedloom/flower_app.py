@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import secrets
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
 from pydantic import Field, ValidationError
 
-from fedloom.adapters.inject import target_modules
-from fedloom.backbones.context import check_length
-from fedloom.backbones.load import Backbone, cache_dir, load_backbone
 from fedloom.config import (
     Config,
     DataConfig,
@@ -28,20 +21,16 @@ from fedloom.config import (
     parse_config,
 )
 from fedloom.config_file import read_yaml
-from fedloom.data.tasks import read_task_file
-from fedloom.data.tokenize import encode, tokenizer_hash
+from fedloom.data.tokenize import tokenizer_hash
 from fedloom.errors import ConfigError, DataError
-from fedloom.experiment import adapter_spec, write_models
-from fedloom.files import write_atomic, write_json
+from fedloom.experiment import backbone_of, describe, finish, setup_of
+from fedloom.files import write_json
 from fedloom.locking import alone
-from fedloom.measure import evaluate_final, evaluate_round
+from fedloom.measure import evaluate_round
 from fedloom.methods.base import Method
-from fedloom.provenance import identity, manifest
 from fedloom.report import write_report
 from fedloom.report.prometheus import write_metrics
 from fedloom.runtime.answers import federation_of
-from fedloom.runtime.checkpoint import CheckpointFolder
-from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer, RoundLog
 from fedloom.runtime.flower import FlowerTransport, Patience
 from fedloom.runtime.flower_messages import require_flower
@@ -49,8 +38,8 @@ from fedloom.runtime.flower_pull import bound_pulls
 from fedloom.runtime.leaving import leaving_of
 from fedloom.runtime.loop import federate
 from fedloom.runtime.site import Terms
-from fedloom.types import Plain, Setup
-from fedloom.workload import Data, check_answers
+from fedloom.types import Plain
+from fedloom.workload import Run, server_data
 
 #: Names the server's configuration. It is set where the SuperLink starts, so that nobody who may start a run, and no
 #: site, names a file of the server.
@@ -166,10 +155,7 @@ def serve(site_config: SiteRunConfig, grid: Any, observer: Observer) -> dict[str
 
 def _serve(site_config: SiteRunConfig, grid: Any, observer: Observer, out: Path) -> dict[str, Plain]:
     start = time.perf_counter()
-    if site_config.backbone.threads:
-        torch.set_num_threads(site_config.backbone.threads)
-    wanted = site_config.backbone
-    backbone = load_backbone(wanted.name, dtype=wanted.dtype, device=wanted.device)
+    backbone = backbone_of(site_config.backbone)
     resumed = (out / "sites.json").is_file()
     known: dict[str, Any] = {"run": secrets.token_hex(8)}
     if resumed:
@@ -207,33 +193,16 @@ def _serve(site_config: SiteRunConfig, grid: Any, observer: Observer, out: Path)
     config = site_config.of(clients)
     method = config.build_method()
     hellos = known.get("hello", {}) if resumed else {name: transport.cards[name].hello for name in clients}
-    check_length(backbone, config.data.max_length, observer.say, "max_length")
-    data = server_data(config, backbone, {name: row_counts(hello) for name, hello in hellos.items()})
-    check_answers(config, backbone, data.test)
-    spec = adapter_spec(config, method, backbone)
-    shapes = {} if spec.native else target_modules(backbone.model, spec.targets)
-    checkpoints = CheckpointFolder(out / "checkpoints", identity(config, backbone, data))
-    joined: tuple[str, ...] = ()
-    if done := checkpoints.rounds():
-        # Refuses another configuration before anything of the run is overwritten.
-        joined = checkpoints.load(done[-1]).joined
+    counts = {name: hello.get("rows", {}) for name, hello in hellos.items()}
+    data = server_data(config, backbone, counts, observer)
+    bench, setup = setup_of(config, method, backbone, clients)
+    checkpoints = describe(out, config, backbone, data)
     if resumed:
-        transport.gather([*clients, *joined])
-    write_atomic(out / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-    earlier = json.loads((out / "manifest.json").read_text("utf-8")) if done else None
-    write_json(out / "manifest.json", manifest(config, backbone, data, earlier))
-    if not resumed:  # who takes part is settled once, so that a server that starts again draws the same cohorts
+        done = checkpoints.rounds()
+        transport.gather([*clients, *(checkpoints.load(done[-1]).joined if done else ())])
+    else:  # who takes part is settled once, so that a server that starts again draws the same cohorts
         write_json(out / "sites.json", known | {"clients": clients, "hello": hellos})
-    bench = Workbench(backbone, spec, cache_dir())
-    setup = Setup(
-        seed=config.seed,
-        spec=spec,
-        shapes=shapes,
-        hidden_size=backbone.hidden_size,
-        clients=tuple(clients),
-        initial=bench.grafted.read() if spec.native else {},
-    )
-    log = RoundLog(out / "rounds.jsonl")
+    this = Run(config, method, bench, data)
     state = federate(
         method,
         transport,
@@ -241,22 +210,12 @@ def _serve(site_config: SiteRunConfig, grid: Any, observer: Observer, out: Path)
         config.training.ordered(),
         federation_of(config),
         checkpoints,
-        log,
+        RoundLog(out / "rounds.jsonl"),
         observer,
-        evaluate=lambda state, versions: evaluate_round(config, method, bench, data, state, {}),
+        evaluate=lambda state, versions: evaluate_round(this, state, {}),
         newcomers=transport.newcomers,
     )
-    write_models(out, config, method, bench, state, {})  # first: no failure to measure it costs the model
-    metrics = evaluate_final(config, method, bench, data, state, {}, observer)
-    metrics["before"] = log.read()[0].get("evaluation")
-    metrics["alignment"] = None  # only the sites know which rows are in a bucket
-    metrics["peak_bytes"] = (1 if sys.platform == "darwin" else 1024) * resource.getrusage(
-        resource.RUSAGE_SELF
-    ).ru_maxrss
-    metrics["seconds"] = round(time.perf_counter() - start, 1)
-    metrics["resumed"] = resumed
-    write_json(out / "metrics.json", metrics)
-    write_report(out)
+    metrics = finish(out, this, state, {}, observer, start=start, resumed=resumed)
     write_metrics(out)
     observer.say(f"Done: {out / 'report.html'}.")
     return metrics
@@ -269,24 +228,3 @@ def show(out: Path, observer: Observer) -> None:
         write_metrics(out)
     except (DataError, OSError) as error:
         observer.say(f"The report is not up to date: {error}")
-
-
-def row_counts(hello: dict[str, Plain]) -> dict[str, int]:
-    """Return what a site said of its rows, of the counts that ``read_examples`` makes; it comes from outside."""
-    rows = hello.get("rows")
-    known = ("rows", "kept", "empty_response", "empty_prompt")
-    return {key: rows[key] for key in known if type(rows.get(key)) is int} if isinstance(rows, dict) else {}
-
-
-def server_data(config: Config, backbone: Backbone, rows: dict[str, dict[str, int]]) -> Data:
-    """Return the server's own test rows; of clients' rows it has ``rows``, their counts."""
-    found = {name: read_task_file(name, path, strict=config.data.strict) for name, path in config.data.test.items()}
-    if config.evaluation.limit:
-        found = {task: examples[: config.evaluation.limit] for task, examples in found.items()}
-    test, measured = {}, {}
-    for name, examples in sorted(found.items()):
-        kept, _ = encode(examples, backbone.tokenizer, max_length=config.data.max_length, strict=config.data.strict)
-        test[name], measured[name] = Rows(kept), [examples[e.index] for e in kept]
-    kinds = {name: (name, list(range(len(rows)))) for name, rows in test.items()}
-    record = {"clients": config.data.clients, "test": config.data.test, "rows": rows}
-    return Data({}, {}, {}, {}, kinds, test, measured, record)

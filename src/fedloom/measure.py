@@ -6,34 +6,30 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.config import Config
 from fedloom.evaluation.alignment import alignment_report, purity
 from fedloom.evaluation.classification import classify
 from fedloom.evaluation.losses import loss_per_task, losses_by_task, routing_matrix
 from fedloom.evaluation.scores import answer_tasks, score_answers, score_tasks
-from fedloom.methods.base import Method
 from fedloom.personalised import personalised
-from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import Memory, Plain, State
-from fedloom.workload import Data
+from fedloom.workload import Data, Run
 
 
-def evaluate_round(
-    config: Config, method: Method, bench: Workbench, data: Data, state: State, memories: Mapping[str, Memory]
-) -> dict[str, Plain] | None:
+def evaluate_round(run: Run, state: State, memories: Mapping[str, Memory]) -> dict[str, Plain] | None:
     """Measure the global model before round 1, every ``evaluation.every`` rounds, and after the last.
 
     Returns:
         ``loss`` and, with ``evaluation.every_score``, ``score_model``, of the global model; before round 1 also
         ``loss_backbone`` and, with ``evaluation.generate_before``, ``score``, of the bare backbone.
     """
+    config, bench, data = run.config, run.bench, run.data
     every = config.evaluation.every
     wanted = state.round in (0, config.federation.rounds) or (every and state.round % every == 0)
     if not wanted or not any(map(len, data.test.values())):
         return None
     result: dict[str, Plain] = {}
-    if (view := method.assembled(state, memories)) is not None:
+    if (view := run.method.assembled(state, memories)) is not None:
         bench.load(view.tensors, view.spec)
         result["loss"] = loss_per_task(bench, data.test, config.evaluation.routing[0])
         if config.evaluation.every_score:
@@ -46,15 +42,7 @@ def evaluate_round(
     return result
 
 
-def evaluate_final(
-    config: Config,
-    method: Method,
-    bench: Workbench,
-    data: Data,
-    state: State,
-    memories: Mapping[str, Memory],
-    observer: Observer,
-) -> dict[str, Plain]:
+def evaluate_final(run: Run, state: State, memories: Mapping[str, Memory], observer: Observer) -> dict[str, Plain]:
     """Measure everything that the configuration asks for.
 
     Returns:
@@ -62,11 +50,12 @@ def evaluate_final(
         global model (empty for a method without one);
         ``routing_matrix``; ``personalised``: see ``personalised.personalised``; both protocols on the same rows.
     """
+    config, bench, data = run.config, run.bench, run.data
     metrics: dict[str, Plain] = {"method": config.method.name, "seed": config.seed, "experts": state.spec.experts}
     if not any(map(len, data.test.values())):
         return metrics
     metrics["routing"] = {}
-    if (view := method.assembled(state, memories)) is not None:
+    if (view := run.method.assembled(state, memories)) is not None:
         bench.load(view.tensors, view.spec)
         modes = config.evaluation.routing if bench.grafted.router is not None else config.evaluation.routing[:1]
         total = sum(map(len, data.test.values())) * len(modes) * (2 if config.evaluation.generate else 1)
@@ -85,7 +74,7 @@ def evaluate_final(
             metrics["routing"][mode] = result
         metrics["routing_matrix"] = routing_matrix(bench, data.test)
     if config.evaluation.personalised:
-        metrics["personalised"] = personalised(config, method, bench, data, state, memories, observer)
+        metrics["personalised"] = personalised(run, state, memories, observer)
     return metrics
 
 

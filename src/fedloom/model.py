@@ -20,17 +20,16 @@ from fedloom.adapters.state import Shapes, check_tensors, expected_shapes, place
 from fedloom.backbones.context import check_room
 from fedloom.backbones.features import prompt_features
 from fedloom.backbones.load import DTYPES, cache_dir, load_backbone
-from fedloom.data.sources import Example
-from fedloom.data.tasks import read_task_file
-from fedloom.data.tokenize import encode, encode_prompt, end_token_id, tokenizer_hash
+from fedloom.data.tokenize import encode_prompt, end_token_id, tokenizer_hash
 from fedloom.errors import AdapterError, ConfigError, ModelFolderError
 from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import loss_per_task
 from fedloom.evaluation.scores import new_tokens, score_tasks
 from fedloom.export import FORMAT
-from fedloom.runtime.client import Rows, Workbench
+from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import AdapterSpec, Plain, Tensors
+from fedloom.workload import encode_tests, read_tests
 
 #: See ``adapters.router.route``.
 ROUTING = re.compile(r"soft|off|top[1-9]\d{0,3}")
@@ -298,17 +297,10 @@ def evaluate_files(
         raise ConfigError("'macro' cannot name a task: it stands for the mean over all tasks. Choose another name.")
     model = load_model(folder, backbone=backbone)
     mode = checked_routing(routing or model.routing)
-    tokenizer = model.bench.backbone.tokenizer
-    rows: dict[str, Rows] = {}
-    examples: dict[str, list[Example]] = {}
-    for task, path in files.items():
-        found = read_task_file(task, path)
-        kept, report = encode(found, tokenizer, max_length=model.about["max_length"])
-        if report.kept < len(found):
-            observer.say(f"{task}: {report.summary()}.")
-        rows[task], examples[task] = Rows(kept), [found[e.index] for e in kept]
-        if generate:
-            longest = max((e.prompt_length for e in kept), default=0)
+    rows, examples, _ = encode_tests(read_tests(files), model.bench.backbone, model.about["max_length"], observer)
+    if generate:
+        for task, found in rows.items():
+            longest = max((e.prompt_length for e in found.encoded), default=0)
             check_room(model.bench.backbone, longest, new_tokens(task), f"Leave {task} out, or measure the loss only.")
     count = sum(map(len, rows.values()))
     if model.bench.grafted.router is not None:

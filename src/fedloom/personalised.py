@@ -5,30 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from fedloom.config import Config
 from fedloom.data.sources import Example
 from fedloom.evaluation.losses import example_losses, mean_loss
 from fedloom.evaluation.scores import score_tasks
-from fedloom.methods.base import Method
-from fedloom.runtime.client import Rows, Workbench
+from fedloom.runtime.client import Rows
 from fedloom.runtime.events import Observer
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import Memory, Plain, State
-from fedloom.workload import Data
+from fedloom.workload import Run
 
 #: Measure → value, for one kind of rows.
 Measured = dict[str, float | None]
 
 
-def personalised(
-    config: Config,
-    method: Method,
-    bench: Workbench,
-    data: Data,
-    state: State,
-    memories: Mapping[str, Memory],
-    observer: Observer,
-) -> dict[str, Plain]:
+def personalised(run: Run, state: State, memories: Mapping[str, Memory], observer: Observer) -> dict[str, Plain]:
     """Measure each client's own model on its own mixture of kinds (tasks or, under label skew, labels).
 
     A client's loss is Σ_k q_k loss_k, with q_k its share of training rows of kind k and loss_k measured on the first
@@ -36,9 +26,10 @@ def personalised(
     for each client. The test rows are the same for all clients, as PFL-MoE's are (arXiv 2012.15589).
 
     Returns:
-        ``mean``, ``weighted_mean`` (by rows), ``spread`` (standard deviation over clients) and ``worst`` of the loss,
+        ``mean``, ``weighted_mean`` (by rows), ``spread`` (standard deviation, n − 1, over clients) and ``worst`` of the loss,
         the same of the score under ``score`` if it is measured, and every client's.
     """
+    config, method, bench, data = run.config, run.method, run.bench, run.data
     mode = config.evaluation.routing[0]
     rows: dict[str, tuple[str, Rows, list[Example]]] = {}
     for kind, (task, where) in data.kinds.items():
@@ -91,6 +82,6 @@ def _summary(
     return {
         "mean": statistics.fmean(values.values()),
         "weighted_mean": sum(sizes[c] * value for c, value in values.items()) / sum(sizes[c] for c in values),
-        "spread": statistics.pstdev(values.values()),
+        "spread": statistics.stdev(values.values()) if len(values) > 1 else 0.0,
         "worst": worst(values.values()),
     }

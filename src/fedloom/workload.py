@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from fedloom.backbones.context import check_length, check_room
 from fedloom.backbones.load import Backbone
@@ -13,10 +15,11 @@ from fedloom.data.partition import build_benchmark
 from fedloom.data.sources import Example, read_examples
 from fedloom.data.synthetic import build_synthetic
 from fedloom.data.tasks import read_task_file
-from fedloom.data.tokenize import encode
+from fedloom.data.tokenize import EncodingReport, encode
 from fedloom.errors import ConfigError, DataError
 from fedloom.evaluation.scores import new_tokens
-from fedloom.runtime.client import Rows
+from fedloom.methods.base import Method
+from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer
 from fedloom.runtime.memory import check_client_name
 from fedloom.types import Plain, Training
@@ -37,6 +40,16 @@ class Data:
     test: dict[str, Rows]
     test_examples: dict[str, list[Example]]
     manifest: dict[str, Plain]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first round to the report."""
+
+    config: Config
+    method: Method
+    bench: Workbench
+    data: Data
 
 
 def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled: bool = False) -> Data:
@@ -65,51 +78,97 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
         for name, path in data.clients.items():
             clients[name], counts = read_examples(path, strict=data.strict)
             left_out[name] = dict(counts)
-        test = {name: read_task_file(name, path, strict=data.strict) for name, path in data.test.items()}
+        test = read_tests(data.test, data.strict)
         record = {"clients": data.clients, "test": data.test, "rows": left_out}
-    if config.evaluation.limit:
-        test = {task: examples[: config.evaluation.limit] for task, examples in test.items()}
-    encoded = {}
-    too_long: dict[str, int] = {}  # test task → rows that cannot be measured, since their prompts leave no room
-    for kind, groups in (("client", clients), ("test", test)):
-        for name, examples in groups.items():
-            if kind == "client":
-                check_client_name(name)
-            kept, report = encode(examples, backbone.tokenizer, max_length=data.max_length, strict=data.strict)
-            encoded[kind, name] = Rows(kept)
-            if kind == "test":
-                too_long[name] = report.no_label_left
-            if report.kept < len(examples) or report.truncated:
-                observer.say(f"{name}: {report.summary()}.")
-            if kind == "client" and not kept:
-                observer.say(f"{name} holds no usable example: it takes no part and has weight 0.")
-    train = {name: [clients[name][e.index] for e in encoded["client", name].encoded] for name in sorted(clients)}
-    measured = {name: [test[name][e.index] for e in encoded["test", name].encoded] for name in sorted(test)}
+    rows, train = {}, {}
+    for name, examples in clients.items():
+        check_client_name(name)
+        rows[name], train[name], _ = encode_rows(name, examples, backbone, data.max_length, observer, data.strict)
+        if not len(rows[name]):
+            observer.say(f"{name} holds no usable example: it takes no part and has weight 0.")
+    tests = encode_tests(test, backbone, data.max_length, observer, config.evaluation.limit, data.strict)
+    train, measured = dict(sorted(train.items())), dict(sorted(tests.examples.items()))
     by_label = data.benchmark is not None and data.benchmark.skew == "label"
     mixes = {name: _mix([kind_of(example, by_label) for example in found]) for name, found in train.items()}
-    kinds: dict[str, tuple[str, list[int]]] = {}
-    for task, found in measured.items():
-        for row, example in enumerate(found):
-            kinds.setdefault(kind_of(example, by_label) if by_label else task, (task, []))[1].append(row)
     result = Data(
-        clients={name: encoded["client", name] for name in sorted(clients)},
+        clients=dict(sorted(rows.items())),
         labels={name: [example.task for example in found] for name, found in train.items()},
         sizes={name: len(found) for name, found in train.items() if found},
         mixes={name: mix for name, mix in mixes.items() if mix},
-        kinds=kinds,
-        test={name: encoded["test", name] for name in sorted(test)},
+        kinds=_kinds(measured, by_label),
+        test=dict(sorted(tests.rows.items())),
         test_examples=measured,
-        manifest=record | {"test_rows_too_long": too_long},
+        manifest=record | {"test_rows_too_long": tests.too_long},
     )
     if not any(map(len, result.clients.values())):
         raise DataError("no client holds a usable example, so there is nothing to train on.")
-    if config.evaluation.personalised and not any(kind in kinds for mix in result.mixes.values() for kind in mix):
+    mixed = {kind for mix in result.mixes.values() for kind in mix}
+    if config.evaluation.personalised and not mixed & result.kinds.keys():
         raise ConfigError(
             "evaluation.personalised weighs test rows of each task as a client's own rows are mixed, but no client's "
             "rows name a task that has test rows, as those of a benchmark do: leave it out."
         )
     check_answers(config, backbone, result.test)
     return pool(result) if pooled else result
+
+
+def server_data(config: Config, backbone: Backbone, counts: Mapping[str, dict[str, int]], observer: Observer) -> Data:
+    """Return the test rows of a federation's server; of clients' rows it has the counts that sites told, ``counts``.
+
+    Raises:
+        DataError: a file or a row is wrong.
+        ConfigError: the backbone has too few positions.
+    """
+    data = config.data
+    check_length(backbone, data.max_length, observer.say, "max_length")
+    found = read_tests(dict(sorted(data.test.items())), data.strict)
+    tests = encode_tests(found, backbone, data.max_length, observer, config.evaluation.limit, data.strict)
+    check_answers(config, backbone, tests.rows)
+    record = {"clients": data.clients, "test": data.test, "rows": counts, "test_rows_too_long": tests.too_long}
+    return Data({}, {}, {}, {}, _kinds(tests.examples, by_label=False), tests.rows, tests.examples, record)
+
+
+def read_tests(files: Mapping[str, str | Path], strict: bool = False) -> dict[str, list[Example]]:
+    """Read test rows; files are task → file."""
+    return {task: read_task_file(task, path, strict=strict) for task, path in files.items()}
+
+
+class Tests(NamedTuple):
+    """Test rows by task, the examples behind them, and how many prompts were too long to leave room for an answer."""
+
+    rows: dict[str, Rows]
+    examples: dict[str, list[Example]]
+    too_long: dict[str, int]
+
+
+def encode_tests(
+    found: Mapping[str, Sequence[Example]],
+    backbone: Backbone,
+    max_length: int,
+    observer: Observer,
+    limit: int | None = None,
+    strict: bool = False,
+) -> Tests:
+    """Encode the first ``limit`` test rows of each task; say what was left out, and count what was too long."""
+    encoded = {
+        task: encode_rows(task, examples[:limit], backbone, max_length, observer, strict)
+        for task, examples in found.items()
+    }
+    return Tests(
+        rows={task: rows for task, (rows, _, _) in encoded.items()},
+        examples={task: behind for task, (_, behind, _) in encoded.items()},
+        too_long={task: report.no_label_left for task, (_, _, report) in encoded.items()},
+    )
+
+
+def encode_rows(
+    name: str, examples: Sequence[Example], backbone: Backbone, max_length: int, observer: Observer, strict: bool
+) -> tuple[Rows, list[Example], EncodingReport]:
+    """Encode the rows of a client or a task, and say what was left out; return them with the examples behind them."""
+    kept, report = encode(examples, backbone.tokenizer, max_length=max_length, strict=strict)
+    if report.kept < len(examples) or report.truncated:
+        observer.say(f"{name}: {report.summary()}.")
+    return Rows(kept), [examples[e.index] for e in kept], report
 
 
 def check_answers(config: Config, backbone: Backbone, test: Mapping[str, Rows]) -> None:
@@ -136,6 +195,15 @@ def pool(data: Data) -> Data:
 def kind_of(example: Example, by_label: bool) -> str:
     """Return what a client's mixture counts: the task or, where clients differ in labels, task and label."""
     return f"{example.task}={example.response.strip()}" if by_label and example.task else example.task
+
+
+def _kinds(tests: Mapping[str, Sequence[Example]], by_label: bool) -> dict[str, tuple[str, list[int]]]:
+    """Return ``Data.kinds`` of the test rows of each task."""
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    for task, found in tests.items():
+        for row, example in enumerate(found):
+            kinds.setdefault(kind_of(example, by_label) if by_label else task, (task, []))[1].append(row)
+    return kinds
 
 
 def _mix(labels: list[str]) -> dict[str, float]:

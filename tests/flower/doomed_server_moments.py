@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fatal_moments import Point, half_a_line
-from fedloom import flower_app
+from fedloom import experiment, flower_app
 from fedloom.runtime import checkpoint
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
@@ -38,5 +38,5 @@ MOMENTS: dict[str, Point] = {
     "between log and checkpoint": Point(CheckpointFolder, "commit", lambda self, c: c.state.round == 2),
     "before a checkpoint gets its name": Point(Path, "rename", lambda a, b: b.name == "round-000002"),
     "while an old checkpoint is deleted": Point(checkpoint.shutil, "rmtree", lambda p: p.name.startswith("round")),
-    "while the model is written": Point(flower_app, "write_models", after=True),
+    "while the model is written": Point(experiment, "write_models", after=True),
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fake_grid import Grid, Restarts
 from flower_processes import result_of
 
 from fatal_moments import Killed, Point, fatal, half_a_line
-from fedloom import flower_app
+from fedloom import experiment, flower_app
 from fedloom.config import parse_config
 from fedloom.experiment import run
 from fedloom.runtime import checkpoint
@@ -46,8 +47,8 @@ POINTS: dict[str, Point] = {
     "before a checkpoint gets its name": Point(Path, "rename", lambda a, b: b.name == "round-000002"),
     "while an old checkpoint is deleted": Point(checkpoint.shutil, "rmtree", lambda p: p.name.startswith("round")),
     "after the last round": Point(CheckpointFolder, "commit", lambda self, c: c.state.round == 3, after=True),
-    "while the model is written": Point(flower_app, "write_models", after=True),
-    "before the report": Point(flower_app, "write_report"),
+    "while the model is written": Point(experiment, "write_models", after=True),
+    "before the report": Point(experiment, "write_report"),
 }
 
 
@@ -55,10 +56,15 @@ POINTS: dict[str, Point] = {
 def straight(tmp_path_factory: pytest.TempPathFactory, backbone_folder: Path) -> dict[str, Any]:
     """What a run leaves behind that nothing stopped; it is what a simulation leaves behind."""
     restarts = Restarts(tmp_path_factory.mktemp("straight"), backbone_folder)
-    restarts.serve()
-    rows = {node.config.parent.name: str(node.config.parent / "rows.jsonl") for node in restarts.nodes}
-    config = parse_config({**restarts.sections, "data": {"clients": rows}})
-    run(config, restarts.home / "simulated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "peak_memory", lambda device: {"peak_bytes": 7, "peak_device_bytes": 5})
+        restarts.serve()
+        rows = {node.config.parent.name: str(node.config.parent / "rows.jsonl") for node in restarts.nodes}
+        config = parse_config({**restarts.sections, "data": {"clients": rows}})
+        simulated = run(config, restarts.home / "simulated")
+    served = json.loads((restarts.home / "run" / "metrics.json").read_text("utf-8"))
+    assert served.keys() == simulated.keys()
+    assert (served["peak_bytes"], served["peak_device_bytes"]) == (7, 5)
     assert result_of(restarts.home / "run") == result_of(restarts.home / "simulated")
     found = restarts.result()
     assert all(found["memories"].values())
