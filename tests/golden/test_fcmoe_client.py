@@ -89,7 +89,8 @@ def test_a_clients_round_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (start,), (end,) = loaded, ends
     ours = received | head_start(received, last, 0.5)
     assert close(start, ours)
-    tokens = counted(world, ours)  # one step: all was counted with the start
+    during, tokens = counted(world, ours), counted(world, end)  # one step: in training all was counted with the start
+    assert tokens != during  # Eq. 1 counts 'after each local training'
     idle = {unit for unit, n in tokens.items() if n == 0}
     assert "experts/encoder.block.1.layer.1.mlp.3" in idle
     assert answer.values == {"activations": {unit: n for unit, n in tokens.items() if n > 0}}
@@ -99,7 +100,7 @@ def test_a_clients_round_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert close(answer.keep, {f"update/{n}": t for n, t in difference.items() if n.startswith("experts/")})
     assert all(answer.keep[f"update/{n}"].any() for n in last if component(n) in idle)  # the way to the start
     assert answer.metrics["retained_norm"] == pytest.approx(norm({n: ours[n] - received[n] for n in last}), rel=1e-4)
-    assert answer.metrics["update_norm"] == pytest.approx(norm(difference), rel=1e-4)
+    assert answer.metrics["update_norm"] == pytest.approx(norm({n: difference[n] for n in last}), rel=1e-4)
 
     merged = FCMoE().merge(State(1, received, NATIVE), [answer])
     assert [merged.values["log"][name] for name in NORMS] == [answer.metrics[name] for name in NORMS]

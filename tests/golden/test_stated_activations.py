@@ -14,7 +14,7 @@ from fedloom.errors import ConfigError, UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.methods.fcmoe import FCMoE
 from fedloom.methods.fedavg_moe import FedAvgMoE, FedAvgMoEOptions
-from fedloom.methods.stated_activations import check_tokens
+from fedloom.methods.stated_activations import check_tokens, gone_through
 from fedloom.runtime.quarantine import check_reply
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import AdapterSpec, Order, Reply, Training
@@ -79,7 +79,8 @@ def test_the_most_tokens_by_hand(training: Training, kind: Any, rows: int) -> No
 
     def check(*tokens: int) -> None:
         active = {f"experts/m.{e}": n for e, n in enumerate(tokens)}
-        check_tokens(order, Reply("ann", {}, {"examples": 5}, values={"activations": active}), 10)
+        reply = Reply("ann", {}, {"examples": 5}, values={"activations": active})
+        check_tokens(reply, gone_through(order, reply), 10)
 
     most = 10 * rows
     check(most, most)

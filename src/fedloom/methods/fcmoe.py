@@ -13,8 +13,7 @@ needs inner products only, and nothing but the consensus is held.
 What the retention amounts to: R of Eq. 5 is parallel to Θ, so Eq. 6 multiplies all weights of an expert by one number,
 1 + λ (Δ·Θ) / ‖Θ‖², close to 1: what the client learned in any other direction is not in its next start.
 
-In ``steps`` mode f counts the tokens of the rows that were trained on, which are not the client's D_i of Eq. 1: train
-by ``epochs`` for what is printed.
+f of Eq. 1 is counted 'after each local training' on all of D_i, by one more pass under the gate that training left.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from typing import Literal
 from pydantic import Field
 
 from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
-from fedloom.methods.stated_activations import bounded_by_tokens, check_activations
+from fedloom.methods.stated_activations import check_activations, check_tokens, gone_through
 from fedloom.numerics.aggregate import RunningMean
 from fedloom.numerics.conflict import Sizes, Weights, conflicts, sizes_of
 from fedloom.numerics.tree import dot_and_norm, norm, place, subtract, take
 from fedloom.types import Client, Memory, Order, Replies, Reply, State, Tensors, View, component
 
-#: How long a client's head start is, and its update; the log has their means over clients.
+#: How long the experts' part of a client's head start is, and of its update; the log has their means over clients.
 NORMS = ("retained_norm", "update_norm")
 
 
@@ -62,7 +61,6 @@ class FCMoE(Method):
     personal = True
     Options = FCMoEOptions
     options: FCMoEOptions
-    plausible = bounded_by_tokens
 
     def local(self, client: Client, order: Order) -> Reply:
         """Start from the retained knowledge (Eq. 5, 6), train, send the updates of activated experts (Eq. 1)."""
@@ -70,12 +68,14 @@ class FCMoE(Method):
         client.load(start, order.spec)
         report = client.fit([range(client.size)] * client.steps(order.training), order.training)
         update = subtract(client.read(), order.tensors)  # from what was received, not from the retained start
-        active = {unit: n for unit, n in report.activations.items() if n > 0}
+        found = client.activations() if self.options.importance else report.activations  # f of Eq. 1, or who trained
+        active = {unit: n for unit, n in found.items() if n > 0}
         send = {n: t for n, t in update.items() if not n.startswith("experts/") or component(n) in active}
         counts = {"examples": client.size} | {component(name): client.size for name in send}
-        norms = norm(subtract(start, order.tensors)), norm(update)
+        experts = {name: t for name, t in update.items() if name.startswith("experts/")}
+        norms = norm(subtract(start, order.tensors)), norm(experts)
         metrics = report.metrics() | dict(zip(NORMS, norms, strict=True))
-        keep = place({name: t for name, t in update.items() if name.startswith("experts/")}, "update")
+        keep = place(experts, "update")
         if self.options.residual == "filtered":
             keep |= place({name: t for name, t in order.tensors.items() if name.startswith("experts/")}, "received")
         return Reply(client.name, send, counts, metrics, {"activations": active}, keep=keep)
@@ -129,6 +129,10 @@ class FCMoE(Method):
         schema = super().expected(order, reply)
         check_activations(reply, schema)
         return schema
+
+    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
+        rows = reply.counts["examples"] if self.options.importance else gone_through(order, reply)
+        check_tokens(reply, rows, max_length)
 
 
 def retained(current: Tensors, memory: Memory, options: FCMoEOptions) -> Tensors:

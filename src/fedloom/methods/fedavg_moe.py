@@ -26,7 +26,7 @@ class FedAvgMoEOptions(MethodOptions):
     """``power``: FLAME's t, how strongly activations count."""
 
     weighting: Literal["samples", "activations"] = "samples"
-    power: float = Field(1.0, ge=0)
+    power: float = Field(1.0, gt=0)
 
 
 class FedAvgMoE(Method):

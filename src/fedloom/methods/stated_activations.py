@@ -28,23 +28,28 @@ def check_activations(reply: Reply, schema: Schema) -> None:
             raise UpdateRejected(f"the activations of {unit!r} are {tokens!r}, not a number of tokens")
 
 
-def check_tokens(order: Order, reply: Reply, max_length: int) -> None:
-    """Check that the examples a reply counts have the tokens it states: an expert has each token once at most.
+def gone_through(order: Order, reply: Reply) -> int:
+    """Return how many examples a client goes through in what the order asks, with repetition."""
+    training, rows = order.training, reply.counts["examples"]
+    if order.kind == "probe":
+        return rows
+    drawn = training.steps * min(training.batch_size, rows)
+    return min(drawn, training.epochs * rows) if training.epochs else drawn
+
+
+def check_tokens(reply: Reply, rows: int, max_length: int) -> None:
+    """Check that ``rows`` examples have the tokens that a reply states: an expert has each token once at most.
 
     Raises:
         UpdateRejected: they cannot.
     """
-    training, rows = order.training, reply.counts["examples"]
-    if order.kind != "probe":
-        drawn = training.steps * min(training.batch_size, rows)
-        rows = min(drawn, training.epochs * rows) if training.epochs else drawn
     layers: dict[str, list[int]] = {}
     active: Plain = reply.values.get("activations", {})
     if not isinstance(active, dict):
         raise UpdateRejected("'activations' are no numbers by expert")
     for unit, tokens in active.items():
         if type(tokens) is not int or tokens > rows * max_length:
-            limit = f"{rows} × {max_length}, examples gone through × data.max_length"
+            limit = f"{rows} × {max_length}, examples × data.max_length"
             raise UpdateRejected(f"the activations of {unit!r} are {tokens!r}; at most {limit}, can be")
         layers.setdefault(unit.rpartition(".")[0], []).append(tokens)
     for layer, found in layers.items():
@@ -53,5 +58,5 @@ def check_tokens(order: Order, reply: Reply, max_length: int) -> None:
 
 
 def bounded_by_tokens(method: Method, order: Order, reply: Reply, max_length: int) -> None:
-    """``Method.plausible`` of methods whose clients state activations."""
-    check_tokens(order, reply, max_length)
+    """``Method.plausible`` of methods whose clients count activations while they train."""
+    check_tokens(reply, gone_through(order, reply), max_length)
