@@ -17,8 +17,6 @@ from fedloom.config import explained
 from fedloom.errors import AdapterError, ConfigError, nearest
 from fedloom.methods import METHODS
 from fedloom.methods.base import Method
-from fedloom.methods.discovery import ExpertOptions
-from fedloom.methods.fedmoe import FedMoEOptions
 from fedloom.types import AdapterSpec, Order, Setup, State, Training, component
 
 #: What decides the number of parameters, as published in the models' configurations.
@@ -188,7 +186,7 @@ def budget(
     router = sum(n for name, n in sizes.items() if not name.startswith("experts/"))
     first = {name: n for name, n in sizes.items() if name.startswith("experts/0/")}
     signature = sum(n for name, n in first.items() if name.endswith(".lora_B"))
-    warms_up = isinstance(found.options, ExpertOptions)
+    warms_up = found.warms_up() is not None
     sent = payload(found, plain, shapes, config.hidden_size, experts)
     return Budget(
         backbone=backbone,
@@ -241,7 +239,8 @@ def _state(
     routing = {name: t for name, t in tensors.items() if name.startswith(("router/", "mixers/"))}
     for name, tensor in routing.items():  # a method with routers per cluster keeps them by the cluster's number
         tensors[f"routers/0/{name.removeprefix('router/')}"] = tensor
-    buckets = min(most_buckets(method), experts)
+    warm = method.warms_up()
+    buckets = min(warm.buckets if warm else 1, experts)
     values = state.values | {"assignment": {CLIENT: list(range(buckets))}, "sizes": {CLIENT: [1] * buckets}}
     return replace(state, tensors=tensors, spec=spec, values=values)
 
@@ -262,24 +261,14 @@ def _round(method: Method, state: State, shapes: Mapping[str, tuple[int, int]], 
     )
 
 
-def most_buckets(method: Method) -> int:
-    """Return how many buckets one client may find in the probe."""
-    return int(getattr(method.options, "max_buckets", 1))
-
-
 def held(method: Method, sizes: Mapping[str, int]) -> int:
     """Return how many of a native model's trained values, name → number, one client holds, at most."""
     experts: dict[str, int] = {}
     for name, size in sizes.items():
         if name.startswith("experts/"):
             experts[component(name)] = experts.get(component(name), 0) + size
-    count = len(experts)
-    if isinstance(options := method.options, FedMoEOptions):
-        capacity = max([options.capacity, *options.capacities.values()])
-        layers = {unit.rpartition(".")[0] for unit in experts}  # each keeps one
-        count = max(len(layers), int(capacity * len(experts) + 1e-9))
     shared = sum(sizes.values()) - sum(experts.values())
-    return shared + sum(sorted(experts.values(), reverse=True)[:count])
+    return shared + sum(sorted(experts.values(), reverse=True)[: method.held(experts)])
 
 
 def _native_budget(backbone: str, name: str, method: Method, model: Any, rank: int) -> Budget:

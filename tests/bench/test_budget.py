@@ -1,5 +1,7 @@
 """What a client trains, sends and gets per round, by hand on two small layers and as the paper prints it."""
 
+from unittest.mock import patch
+
 import pytest
 
 from fedloom.bench.dry import SUSTAINED, forecast
@@ -8,6 +10,7 @@ from fedloom.budget import architecture, budget, held, payload
 from fedloom.config import parse_config
 from fedloom.errors import AdapterError, ConfigError
 from fedloom.methods import METHODS
+from fedloom.methods.base import Method, WarmUp
 from fedloom.types import AdapterSpec
 
 SHAPES, HIDDEN, RANK = {"q": (6, 4), "v": (3, 4)}, 5, 3
@@ -137,3 +140,30 @@ def test_held_by_hand():
     assert held(METHODS["fcmoe"](), sizes) == 27
     assert held(kind(kind.Options(capacity=0.25)), sizes) == 3 + 7 + 7
     assert held(kind(kind.Options(capacity=0.75)), sizes) == 3 + 7 + 7 + 5
+
+
+def test_what_a_method_says_of_itself_is_counted_whatever_its_options_are():
+    """One of four experts by 5, 5, 7, 7 is 7; twenty clients warm up three buckets in two steps of five examples."""
+
+    class Single(Method):
+        native = submodels = True
+
+        def held(self, units):
+            return 1
+
+    class Warm(Method):
+        title = "Warm"
+        has_probe = True
+
+        def warms_up(self):
+            return WarmUp(buckets=3, steps=2, batch=5)
+
+    sizes = {"experts/a.0/w": 5, "experts/a.1/w": 5, "experts/b.0/w": 7, "experts/b.1/w": 7, "rest": 3}
+    assert held(Single(), sizes) == 3 + 7
+    with patch.dict(METHODS, warm=Warm):
+        found, one = forecast(cell("warm")), budget("tiny", "warm", 4)
+    whole = sum(p.numel() for p in architecture("tiny")[1].parameters())
+    assert found.probe_steps == 3 * 2
+    assert found.hours == pytest.approx(4 * whole * 100 * (20 * 20 * 10 * 8 + 20 * 3 * 2 * 5) / SUSTAINED / 3600)
+    assert found.total_bytes == 4 * one.total * 20 * (2 * 20 + 1 + 3)
+    assert one.probe == one.lora > one.signature > 0

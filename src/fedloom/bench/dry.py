@@ -17,11 +17,10 @@ from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.adapters.native import ROUTERS, find_native
 from fedloom.adapters.native_lora import graft_expert_lora
 from fedloom.bench.suite import Cell
-from fedloom.budget import Payload, architecture, held, most_buckets, payload
+from fedloom.budget import Payload, architecture, held, payload
 from fedloom.config import Config
 from fedloom.errors import DataError
-from fedloom.methods.discovery import ExpertOptions
-from fedloom.methods.pfl_moe import PFLMoEOptions
+from fedloom.methods.base import WarmUp
 from fedloom.runtime.loop import cohort_size
 from fedloom.types import AdapterSpec
 
@@ -96,22 +95,22 @@ def forecast(cell: Cell) -> Forecast:
     still = 0 if adapter.native == "full" else whole  # what no client trains
     rounds, training = config.federation.rounds, config.training
     cohort = cohort_size(clients, config.federation.participation)
-    examples, warm = _examples(config, cohort), method.options
-    buckets = most_buckets(method) if isinstance(warm, ExpertOptions) else 0
-    probed = clients * buckets * warm.warmup_steps * warm.warmup_batch if isinstance(warm, ExpertOptions) else 0
+    examples, warm = _examples(config, cohort), method.warms_up() or WarmUp(0, 0, 0)
+    probed = clients * warm.buckets * warm.steps * warm.batch
     tokens = (examples * rounds + probed) * config.data.max_length
     width, layers = model_config.hidden_size, model_config.num_hidden_layers
     # About 34 bytes per token, layer and channel are kept for the backward pass in mixed precision.
     activations = 34 * training.batch_size * config.data.max_length * width * layers
-    if buckets:
-        probe_values = clients * (1 + buckets) * one  # one adapter down, one per bucket up
+    if warm.buckets:
+        probe_values = clients * (1 + warm.buckets) * one  # one adapter down, one per bucket up
     # Forward 2, backward through frozen weights 2, gradients of the backbone's own weights 2.
     step = 6 if adapter.native == "full" else 4
     operations = step * met * tokens
-    if isinstance(method.options, PFLMoEOptions):  # the whole backward is made; beside it, that of the own head
+    if method.own_heads:  # the whole backward is made; beside it, that of the own head
         head = model.get_output_embeddings().weight.numel()
         optimised += head
-        operations += (step * met + 6 * head) * _own_rows(config, method.options) * config.data.max_length
+        own_tokens = method.head_rows(_rows(config), clients, rounds) * config.data.max_length
+        operations += (step * met + 6 * head) * own_tokens
     elif adapter.native and method.has_probe:
         operations += 2 * met * _rows(config) * config.data.max_length
     return Forecast(
@@ -119,7 +118,7 @@ def forecast(cell: Cell) -> Forecast:
         frozen=frozen,
         up_bytes=4 * sent.up,
         down_bytes=4 * sent.down,
-        probe_steps=buckets * warm.warmup_steps if isinstance(warm, ExpertOptions) else 0,
+        probe_steps=warm.buckets * warm.steps,
         total_bytes=4 * ((sent.up + sent.down) * cohort * rounds + probe_values),
         memory=2 * still + 16 * optimised + 4 * max(0, sent.down - sent.trained) + activations,
         examples=examples,
@@ -151,15 +150,6 @@ def _rows(config: Config) -> int:
         return sum(Path(file).read_bytes().count(b"\n") + 1 for file in config.data.clients.values())
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def _own_rows(config: Config, options: PFLMoEOptions) -> int:
-    """Return over how many rows own heads and gates go in all rounds; each round, all rows may lie with the cohort."""
-    rows = _rows(config)
-    for_gate = rows // options.gate_every
-    for_head = rows - max(0, for_gate - _clients(config))  # each client rounds its gate's rows down
-    passes = for_head * options.head_epochs + for_gate * options.gate_epochs
-    return passes * max(0, config.federation.rounds - options.after)
 
 
 def _met(model: Any, whole: int) -> int:

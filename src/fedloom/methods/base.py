@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -24,6 +24,14 @@ class Effort(NamedTuple):
 
     steps: int
     width: int = 0
+
+
+class WarmUp(NamedTuple):
+    """What a probe trains on one client, at most: a LoRA for each of so many buckets, in so many steps."""
+
+    buckets: int
+    steps: int
+    batch: int
 
 
 class Section(BaseModel):
@@ -65,7 +73,8 @@ class Method:
         keeps_moments: a client trains the same tensors, once, in each round, so that its optimiser may go on.
         native: for models whose experts are part of the backbone, and for those only.
         whole: why it trains all parameters of such a model, not LoRAs on its experts, if so.
-        submodels: clients hold some of these experts only.
+        submodels: clients hold some of these experts only; see ``held``.
+        own_heads: clients train output heads of their own, beside the model's; see ``head_rows``.
     """
 
     title: ClassVar[str] = "FedAvg"
@@ -89,6 +98,7 @@ class Method:
     native: ClassVar[bool] = False
     whole: ClassVar[str] = ""
     submodels: ClassVar[bool] = False
+    own_heads: ClassVar[bool] = False
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     def __init__(self, options: MethodOptions | None = None) -> None:
@@ -275,3 +285,21 @@ class Method:
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:
         """Return the specification of the trained model with ``experts`` experts, for the budget."""
         return replace(spec, experts=1)
+
+    def warms_up(self) -> WarmUp | None:
+        """Return what the probe trains on a client, at most, for the budget; None where it trains nothing."""
+        return None
+
+    def held(self, units: Collection[str]) -> int:
+        """Return how many of a native model's experts ``units`` one client holds, at most, for the budget."""
+        return len(units)
+
+    def head_rows(self, rows: int, clients: int, rounds: int) -> int:
+        """Return over how many rows clients train heads of their own in all rounds, at most, for the budget.
+
+        Args:
+            rows: of all clients together; in each round all of them may lie with those that take part.
+            clients: how many there are.
+            rounds: how many are run.
+        """
+        return 0

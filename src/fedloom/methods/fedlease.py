@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from fedloom.methods.base import Effort, Method, Schema
+from fedloom.methods.base import Effort, Method, Schema, WarmUp
 from fedloom.methods.discovery import ExpertOptions, align_buckets, check_counts, start_of, warm_up, warmed_up
 from fedloom.numerics.aggregate import weighted_mean_by_component
 from fedloom.numerics.init import router_init
@@ -154,6 +154,9 @@ class FedLEASE(Method):
 
     def origin(self, order: Order, name: str) -> torch.Tensor | None:
         return start_of(order, name) if order.kind == "probe" else None
+
+    def warms_up(self) -> WarmUp:
+        return WarmUp(1, self.options.warmup_steps, self.options.warmup_batch)
 
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:
         return replace(spec, experts=experts, router_hidden=self.options.router_hidden, routers=experts)

@@ -10,7 +10,7 @@ term that balances experts, as theirs has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from fedloom.errors import ConfigError, UpdateRejected, nearest
 from fedloom.methods.base import Method, MethodOptions, Schema, by_unit
 from fedloom.methods.stated_activations import bounded_by_tokens, check_activations
 from fedloom.numerics.aggregate import RunningMean
-from fedloom.numerics.submodels import adjusted, choose, parts, shares_of, stalled, with_parts
+from fedloom.numerics.submodels import adjusted, choose, parts, shares_of, split, stalled, with_parts
 from fedloom.numerics.tree import subtract
 from fedloom.types import Client, Memory, Order, Plain, Replies, Reply, State, View, component
 
@@ -76,7 +76,11 @@ class FedMoE(Method):
 
     def budget(self, state: State, client: str) -> int:
         """Return how many experts a client can hold, of all layers together."""
-        return int(self.options.capacities.get(client, self.options.capacity) * len(experts_in(state)) + 1e-9)
+        return room(self.options.capacities.get(client, self.options.capacity), len(experts_in(state)))
+
+    def held(self, units: Collection[str]) -> int:
+        capacity = max([self.options.capacity, *self.options.capacities.values()])
+        return max(len({split(unit)[0] for unit in units}), room(capacity, len(units)))  # each layer keeps one
 
     # Stage 2, every round.
 
@@ -150,6 +154,11 @@ class FedMoE(Method):
         if "loss" not in reply.metrics:
             raise UpdateRejected("it states no loss, by which its experts are adjusted")
         return schema
+
+
+def room(capacity: float, experts: int) -> int:
+    """Return how many of so many experts a share of them is."""
+    return int(capacity * experts + 1e-9)
 
 
 def experts_in(state: State) -> list[str]:

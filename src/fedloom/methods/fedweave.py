@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from fedloom.methods.base import Effort, Method, Schema
+from fedloom.methods.base import Effort, Method, Schema, WarmUp
 from fedloom.methods.discovery import (
     DiscoveryOptions,
     ExpertOptions,
@@ -155,6 +155,9 @@ class FedWeave(Method):
 
     def origin(self, order: Order, name: str) -> torch.Tensor | None:
         return start_of(order, name) if order.kind == "probe" else None
+
+    def warms_up(self) -> WarmUp:
+        return WarmUp(self.options.max_buckets, self.options.warmup_steps, self.options.warmup_batch)
 
     def deployed(self, spec: AdapterSpec, experts: int) -> AdapterSpec:
         return replace(spec, experts=experts, router_hidden=self.options.router_hidden)

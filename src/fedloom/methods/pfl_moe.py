@@ -50,6 +50,7 @@ class PFLMoE(FedAvgMoE):
     weights = "uniform"
     whole = "the own head starts as the model's, which LoRAs are not trained on"
     personal = True
+    own_heads = True
     keeps_moments = False
     Options = PFLMoEOptions
     options: PFLMoEOptions
@@ -85,6 +86,12 @@ class PFLMoE(FedAvgMoE):
     def effort(self, order: Order, size: int) -> Effort:
         own = self.options.head_epochs + self.options.gate_epochs if order.round > self.options.after else 0
         return Effort(self.local_steps(order) + own * math.ceil(size / order.training.batch_size))
+
+    def head_rows(self, rows: int, clients: int, rounds: int) -> int:
+        for_gate = rows // self.options.gate_every
+        for_head = rows - max(0, for_gate - clients)  # each client rounds its gate's rows down
+        passes = for_head * self.options.head_epochs + for_gate * self.options.gate_epochs
+        return passes * max(0, rounds - self.options.after)
 
     def check_rounds(self, rounds: int) -> None:
         if self.options.after >= rounds > 0:
