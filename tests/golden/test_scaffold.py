@@ -15,9 +15,10 @@ from quadratic_client import QuadraticClient
 from fedloom.errors import UpdateRejected
 from fedloom.methods.base import Method
 from fedloom.methods.fedit import FedIT
-from fedloom.methods.scaffold import Scaffold
+from fedloom.methods.scaffold import LONGEST, LONGEST_CHANGE, Scaffold
 from fedloom.methods.server import ServerStep, server_step
-from fedloom.runtime.loop import Receipt
+from fedloom.numerics.tree import norm
+from fedloom.runtime.loop import Federation, Receipt, judge, make_orders
 from fedloom.runtime.wire import decode_reply, encode_reply
 from fedloom.types import Order, Reply, State, Tensors, Training
 from small_world import Wire, World, random_tensors
@@ -133,18 +134,73 @@ def test_what_goes_down_and_up() -> None:
 
 
 def test_a_control_variate_far_beyond_the_rounds_is_quarantined(tmp_path: Path) -> None:
-    """No optimiser step bounds Δc, so the round's other replies do: a 10⁶-fold one of four is left out by its norm."""
-    world = World(tmp_path)
+    """Below its absolute bound the round's other replies decide: a 100-fold one of four is left out by its norm."""
+    quarantined = quarantined_by(tmp_path, 100, norm_factor=10)
+    assert quarantined.keys() == {"bob"}
+    assert "times the lower median of the round" in quarantined["bob"]
+
+
+def test_a_control_variate_beyond_any_mean_gradient_is_quarantined(tmp_path: Path) -> None:
+    quarantined = quarantined_by(tmp_path, 1e6)
+    assert quarantined.keys() == {"bob"}
+    assert "in 'control' exceeds 250" in quarantined["bob"]
+
+
+def quarantined_by(out: Path, factor: float, **federation: Any) -> dict[str, str]:
+    """Return who is quarantined in a round in which bob's change of his control variate is multiplied."""
+    world = World(out)
 
     def grow(orders: list[Order], receipts: list[Receipt]) -> list[Receipt]:
         for receipt in receipts:
             if receipt.client == "bob":
                 reply = decode_reply(receipt.path.read_bytes(), "bob", orders[0].round)
-                send = {n: t * 1e6 if n.startswith("control/") else t for n, t in reply.send.items()}
+                send = {n: t * factor if n.startswith("control/") else t for n, t in reply.send.items()}
                 receipt.path.write_bytes(encode_reply(replace(reply, send=send), orders[0].round))
         return receipts
 
-    world.run(Scaffold(), rounds=1, transport=Wire(world.simulator, grow))
-    quarantined = world.log.read()[-1]["quarantined"]
-    assert quarantined.keys() == {"bob"}
-    assert "times the lower median of the round" in quarantined["bob"]
+    world.run(Scaffold(), rounds=1, transport=Wire(world.simulator, grow), **federation)
+    found: dict[str, str] = world.log.read()[-1]["quarantined"]
+    return found
+
+
+def exchanged(state: State, evil: float, folder: Path) -> tuple[State, dict[str, str]]:
+    """Return the state after a round of an honest site of gradient 0.1 and one that says no more than Δc = ``evil``."""
+    state = replace(state, round=state.round + 1)
+    orders = make_orders(METHOD, "fit", state, ["bank", "evil"], TRAINING)
+    receipts = []
+    for order in orders:
+        share = 0.1 if order.client == "bank" else evil
+        send = {n: torch.full_like(t, share) if n.startswith("control/") else 0 * t for n, t in order.tensors.items()}
+        reply = Reply(order.client, send, {"examples": 10, "experts/0": 10, "control": 10})
+        path = folder / f"{order.client}.safetensors"
+        path.write_bytes(encode_reply(reply, order.round))
+        receipts.append(Receipt(order.client, path, 1, 1, 0.0))
+    answers = judge(METHOD, orders, receipts, Federation(), 0.0)
+    return server_step(METHOD, state, answers.replies, ServerStep()), answers.quarantined
+
+
+@pytest.mark.parametrize("evil", [3.3e38, 20.0])
+def test_one_of_two_sites_cannot_spoil_the_control_variate(tmp_path: Path, evil: float) -> None:
+    """With two replies no median judges. What is too long is refused; what is not, never adds up to more than 100."""
+    state = METHOD.init(replace(setup_of(), clients=("bank", "evil")))
+    assert norm({n: torch.full_like(t, 20.0) for n, t in state.kept.items()}) < LONGEST_CHANGE
+    for _ in range(40):
+        state, quarantined = exchanged(state, evil, tmp_path)
+        assert quarantined.keys() == (set() if evil == 20.0 else {"evil"})
+        assert norm(state.kept) < LONGEST * 1.0001
+    if evil == 20.0:
+        assert norm(state.kept) == pytest.approx(LONGEST)
+    else:  # 40 rounds of 0.1, halved
+        torch.testing.assert_close(state.kept, {n: torch.full_like(t, 2.0) for n, t in state.kept.items()})
+
+
+def test_a_client_whose_gradients_are_too_long_keeps_their_direction() -> None:
+    state = METHOD.init(setup_of())
+    far = {n: 1e4 * t for n, t in random_tensors(state.tensors, 3, 1.0).items()}
+    reply = METHOD.local(QuadraticClient("a", 4, far), order_of(METHOD, state, "a"))
+    kept = {n.removeprefix("own/"): t for n, t in reply.keep.items()}
+    assert norm(kept) == pytest.approx(LONGEST)
+    # With the curvature 1 each gradient is a multiple of w − target, w being next to nothing here.
+    longest = norm(far)
+    for name, tensor in kept.items():
+        torch.testing.assert_close(tensor, -far[name] * (LONGEST / longest), rtol=1e-3, atol=1e-2)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from fedloom.errors import RoundError
 from fedloom.methods.base import Method
+from fedloom.methods.fedit import FedIT
 from fedloom.numerics.tree import norm
 from fedloom.runtime.loop import Federation, Receipt, judge, make_orders, sample_cohort
 from fedloom.runtime.quarantine import absurd_norms
 from fedloom.runtime.wire import encode_reply
 from fedloom.types import Order, Replies, Reply, State, component
-from small_world import SPEC, TRAINING, Wire, World
+from small_world import SPEC, TRAINING, Wire, World, same
 
 NAMES = st.lists(st.integers(0, 99), unique=True, min_size=1, max_size=30).map(
     lambda n: [f"c{i:02}" for i in sorted(n)]
@@ -49,6 +50,26 @@ def test_A12_cohorts_differ_by_round_and_by_seed_and_reach_everyone_alike() -> N
 def test_full_participation_is_everyone_in_order() -> None:
     assert sample_cohort(["a", "b", "c"], 1.0, 0, 1) == ["a", "b", "c"]
     assert sample_cohort([], 1.0, 0, 1) == []
+
+
+def test_a_state_that_is_not_finite_is_not_kept_and_the_run_goes_on_from_the_round_before(tmp_path: Path) -> None:
+    class Overflowing(FedIT):
+        broken = True
+
+        def merge(self, state: State, replies: Replies) -> State:
+            merged = super().merge(state, replies)
+            if not (self.broken and state.round == 2):
+                return merged
+            return replace(merged, kept={"control/x": torch.tensor([1.0, float("inf")])})
+
+    method, world = Overflowing(), World(tmp_path / "one")
+    with pytest.raises(RoundError, match=r"round 2 made 1 tensors .* NaN or infinity, first 'control/x'.*goes on from"):
+        world.run(method, rounds=3)
+    assert world.checkpoints.rounds() == [0, 1]
+    assert [record["round"] for record in world.log.read()] == [0, 1]
+    method.broken = False
+    resumed = World(tmp_path / "one").run(method, rounds=3)
+    assert same(resumed.tensors, World(tmp_path / "two").run(FedIT(), rounds=3).tensors)
 
 
 def test_A10_the_norm_is_that_of_the_whole_vector() -> None:

@@ -6,6 +6,9 @@ for federated learning", arXiv 1910.06378 (2020), Algorithm 1, here on both fact
 Differs from FedAvg: c − c_i is added to each gradient, where c_i estimates the client's own gradient and c their mean
 over all clients. c_i becomes the mean of the raw gradients of the round's steps; under plain SGD that is option II,
 c_i − c + (x − y_i) / (K η), exactly, and unlike it does not depend on the optimiser. Means are over clients, all alike.
+
+No step bounds a mean of raw gradients, so one site could make c anything, for good. Here no c_i is longer than
+``LONGEST``, and so no Δc_i than twice that, and no c than it: the server refuses the one and shortens the other.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ import torch
 from fedloom.errors import UpdateRejected
 from fedloom.methods.base import Method, Schema, by_unit
 from fedloom.numerics.aggregate import RunningMean
-from fedloom.numerics.tree import place, subtract, take
+from fedloom.numerics.tree import norm, place, subtract, take
 from fedloom.types import Client, Order, Replies, Reply, Setup, State, Tensors, View
+
+#: ℓ2 norm beyond which a mean gradient is cut: training that goes well has gradients of a hundredth of it.
+LONGEST = 100.0
+#: The same for the change of one: its two ends, and what rounding on the wire adds (``runtime.quarantine.ROUNDING``).
+LONGEST_CHANGE = 2.5 * LONGEST
 
 
 class Scaffold(Method):
@@ -64,27 +72,35 @@ class Scaffold(Method):
 
         client.load(start, order.spec)
         report = client.fit([range(client.size)] * client.steps(order.training), order.training, on_gradients=correct)
-        renewed = {name: (total / report.steps).float() for name, total in seen.items()}
+        renewed = cut({name: (total / report.steps).float() for name, total in seen.items()})
         send = subtract(client.read(), start) | place(subtract(renewed, own), "control")
         counts = dict.fromkeys(("examples", "experts/0", "control"), client.size)
         return Reply(client.name, send, counts, report.metrics(), keep=place(renewed, "own"))
 
     def merge(self, state: State, replies: Replies) -> State:
-        """Average the models; c += Σ Δc_i / N over the replies: who is absent changes nothing (lines 16–17)."""
+        """Average the models; c += Σ Δc_i / N over the replies: who is absent changes nothing (lines 16–17).
+
+        The mean of vectors that are no longer than ``LONGEST`` is not either, so cutting c changes it only where some
+        Δc_i did not come from such.
+        """
         mean = RunningMean()
         for reply in replies:
             mean.add_each(reply.send, by_unit(reply.counts | {"control": 1}))
             del reply  # so that it is gone when the next is read
         update, answered = mean.mean(), len(replies) / state.values["clients"]
         tensors = {name: tensor + update[name] for name, tensor in state.tensors.items()}
-        kept = {
-            name: tensor + answered * update[name] if is_control(name) else tensor
-            for name, tensor in state.kept.items()
-        }
-        return replace(state, tensors=tensors, kept=kept)
+        controls = {name: t + answered * update[name] for name, t in state.kept.items() if is_control(name)}
+        return replace(state, tensors=tensors, kept=state.kept | cut(controls))
 
     def stepped(self, name: str) -> bool:
         return not is_control(name)
+
+    def plausible(self, order: Order, reply: Reply, max_length: int) -> None:
+        size = norm({name: tensor for name, tensor in reply.send.items() if is_control(name)})
+        if size > LONGEST_CHANGE:
+            raise UpdateRejected(
+                f"its norm {size:.3g} in 'control' exceeds {LONGEST_CHANGE:g}: no control variate changes by so much"
+            )
 
     def expected(self, order: Order, reply: Reply) -> Schema:
         """Ask for the model's update and Δc_i, both whole."""
@@ -96,3 +112,9 @@ class Scaffold(Method):
 
 def is_control(name: str) -> bool:
     return name.startswith("control/")
+
+
+def cut(controls: Tensors) -> Tensors:
+    """Return a control variate, shortened to ``LONGEST`` where it is longer."""
+    size = norm(controls)
+    return {name: t * (LONGEST / size) for name, t in controls.items()} if size > LONGEST else controls

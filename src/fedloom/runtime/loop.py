@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from fedloom.errors import RoundError
 from fedloom.methods.base import Method
 from fedloom.methods.server import Uniform, server_step
 from fedloom.numerics.seeding import numpy_generator
@@ -67,7 +68,8 @@ def federate(
         The state after the last round.
 
     Raises:
-        RoundError: a round got fewer usable replies than ``federation.min_replies``; the last checkpoint stands.
+        RoundError: a round got fewer usable replies than ``federation.min_replies``, or what came of it is not finite;
+            the last checkpoint stands.
     """
 
     def exchange(
@@ -105,6 +107,7 @@ def federate(
 
     def commit(state: State, memories: dict[str, str], record: dict[str, Plain]) -> None:
         """Log first, then checkpoint: a kill in between leaves a line that ``cut_after`` removes, never a gap."""
+        check_finite(state)
         if "log" in state.values:  # what the method's own rule saw in this round
             record["method"] = state.values["log"]
         evaluation = evaluate(state, memories)
@@ -167,6 +170,22 @@ def federate(
         commit(state, memories, record)
         observer.advance()
     return state
+
+
+def check_finite(state: State) -> None:
+    """Refuse a state that no round could mend: NaN and infinity stay, and every honest reply to them is quarantined.
+
+    Raises:
+        RoundError: naming the tensors.
+    """
+    tensors = [*sorted(state.tensors.items()), *sorted(state.kept.items())]
+    bad = [name for name, tensor in tensors if not torch.isfinite(tensor).all()]
+    if bad:
+        raise RoundError(
+            f"round {state.round} made {len(bad)} tensors of the server's state that hold NaN or infinity, first "
+            f"{bad[0]!r}. It was not kept: started again, the run goes on from the last checkpoint. If that happens "
+            "again, lower the learning rates, or leave out the site whose losses in rounds.jsonl went astray."
+        )
 
 
 def server_time(begun: float, answers: Answers) -> dict[str, Plain]:
