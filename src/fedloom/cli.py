@@ -230,7 +230,9 @@ def bench(
     """Compare methods over settings and seeds: tables, figures, one report."""
     from fedloom.bench.command import bench_command
 
-    if not bench_command(console, suite, out, resume=resume, jobs=jobs, only=only or [], dry_run=dry_run, quiet=quiet):
+    only = only or []
+    to = {"console": console, "errors": errors}
+    if not bench_command(suite, out, **to, resume=resume, jobs=jobs, only=only, dry_run=dry_run, quiet=quiet):
         raise typer.Exit(1)
 
 

@@ -145,6 +145,23 @@ def test_the_command_writes_tables_and_a_report(suite: Path, finished: tuple[Pat
     assert nothing.exit_code == 1
 
 
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_where_every_cell_fails_the_reason_and_the_log_are_named(
+    quiet: list[str], suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cells: Any, out: Path, *, chosen: Any, **more: Any) -> list[Progress]:
+        return [Progress(cell, "failed", why="Error: no nowhere.jsonl") for cell in chosen]
+
+    monkeypatch.setattr("fedloom.bench.command.run_cells", fail)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["bench", str(suite), "--out", str(out), "--only", "broken", *quiet])
+    assert done.exit_code == 1
+    assert "broken_s1 failed: Error: no nowhere.jsonl" in done.stderr
+    assert f"Its log is {out / 'cells' / 'broken_s1'}.log." in done.stderr
+    assert "cannot read" not in done.output
+    assert done.stdout == ("" if quiet else "0 of 1 cells are done; 0 files written.\n")
+
+
 @pytest.mark.parametrize("change", ["other", "gone"])
 def test_results_of_another_suite_are_refused_whatever_is_to_run(
     change: str, suite: Path, finished: tuple[Path, list[Progress]], tmp_path: Path

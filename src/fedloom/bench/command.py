@@ -25,10 +25,11 @@ SHOWN = 24
 
 
 def bench_command(
-    console: Console,
     path: Path,
     out: Path,
     *,
+    console: Console,
+    errors: Console,
     resume: bool,
     jobs: int,
     only: Sequence[str],
@@ -36,6 +37,8 @@ def bench_command(
     quiet: bool,
 ) -> bool:
     """Run a suite and write its tables, figures and report; return whether every cell is done.
+
+    Why cells failed is said on ``errors``, whatever ``quiet``, before anything is made of the others.
 
     Raises:
         ConfigError: the suite is wrong, ``only`` fits no cell, ``out`` holds results and ``resume`` is not given, or
@@ -59,15 +62,17 @@ def bench_command(
     else:
         board = run(show=Lines(console))
     failed = [progress for progress in board if progress.state == "failed"]
-    written = write_outputs(out, suite.title, suite.notes)
+    for progress in failed:
+        errors.print(Text(f"{progress.cell.name} failed: {progress.why}", style="red"), soft_wrap=True)
+        errors.print(Text(f"Its log is {out / 'cells' / progress.cell.name}.log."), soft_wrap=True)
+    if failed:
+        errors.print("Run the same command with --resume to try the failed cells again.")
+    written = write_outputs(out, suite.title, suite.notes) if (out / "results.jsonl").exists() else []
     if not quiet:
         done = sum(progress.state == "done" for progress in board)
         console.print(f"{done} of {len(board)} cells are done; {len(written)} files written.", highlight=False)
-        for progress in failed:
-            console.print(Text(f"{progress.cell.name} failed: {progress.why}", style="red"), soft_wrap=True)
-        if failed:
-            console.print("Run the same command with --resume to try the failed cells again.")
-        console.print(Text(f"Look at {out / 'report.html'}; tables are in {out / 'tables'}."), soft_wrap=True)
+        if written:
+            console.print(Text(f"Look at {out / 'report.html'}; tables are in {out / 'tables'}."), soft_wrap=True)
     return not failed
 
 
