@@ -248,7 +248,7 @@ def test_too_few_sites_end_the_round_by_name(tmp_path: Path) -> None:
 
 def test_fewer_than_the_threshold_are_asked_again(tmp_path: Path) -> None:
     """All four must stay; three do, at whatever stage: the second try is of three, and all of those stay."""
-    everyone = replace(SECAGG, threshold=1.0)
+    everyone = SECAGG.model_copy(update={"threshold": 1.0})
     for stage in ("shares", "mask"):
         found = go(tmp_path / stage, "fedit", everyone, silent("bob", stage), rounds=1)
         gone = go(tmp_path / f"{stage}-gone", "fedit", SECAGG, silent("bob", stage), rounds=1)
@@ -313,7 +313,8 @@ def test_with_privacy_that_adds_nothing_it_is_the_plain_uniform_mean(tmp_path: P
     record = both.log.read()[1]
     assert record["weights"] == {"experts/0": 4}
     assert record["train_loss"] is None
-    tight = go(tmp_path / "tight", "fedit", SECAGG, server=uniform, privacy=replace(quiet, clip=1e-3), rounds=1)
+    tighter = quiet.model_copy(update={"clip": 1e-3})
+    tight = go(tmp_path / "tight", "fedit", SECAGG, server=uniform, privacy=tighter, rounds=1)
     start = METHODS["fedit"]().init(tight.setup).tensors
     change = {n: t - start[n] for n, t in tight.checkpoints.load(1).state.tensors.items()}
     assert 0 < sum(float(t.double().square().sum()) for t in change.values()) ** 0.5 <= 1e-3 * (1 + 1e-3)
