@@ -1,5 +1,6 @@
 """Every command that the documentation shows exists, with its options; every link to a file leads somewhere."""
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from fedloom.bench.suite import load_suite
 from fedloom.cli import app
 from fedloom.config import parse_config
 from fedloom.methods import METHODS
+from fedloom.methods.base import Method
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"),
@@ -57,6 +59,15 @@ def test_the_readmes_configuration_is_valid_and_its_method_table_complete() -> N
         (row,) = [line for line in rows if line.startswith(f"| `{name}` |")]
         for fact in (kind.title, kind.paper.removeprefix("arXiv "), kind.aggregated, kind.local_only, kind.exact):
             assert fact in row, f"README's row of {name} is old: python scripts/methods_table.py"
+
+
+def test_the_page_on_adding_a_method_names_every_function_of_one() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)[`(]", page))
+    functions = {name for name, found in vars(Method).items() if inspect.isfunction(found) and name[0] != "_"}
+    assert functions <= named, functions - named
+    attributes = set(re.findall(r"`(\w+) = ", page)) | set(re.findall(r"^ {7}(\w+) = ", page, flags=re.MULTILINE))
+    assert attributes <= Method.__annotations__.keys()
 
 
 CONFIGURATIONS = sorted([*(ROOT / "experiments").rglob("*.yaml"), *(ROOT / "configs").glob("*.yaml")])
