@@ -6,7 +6,7 @@ import io
 import pytest
 from bench_records import TASKS, run, suite, write
 
-from fedloom.bench import paper
+from fedloom.bench import fedweave_paper as paper
 from fedloom.bench.analysis_tables import analysis_tables
 from fedloom.bench.costs import budget_table, cost_table
 from fedloom.bench.layout import Column, Table, difference, p_words, ranks, signed, value, words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedloom.bench import paper
+from fedloom.bench import fedweave_paper as paper
 from fedloom.bench.layout import (
     DIFFERENCE,
     STAT,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from fedloom.bench import paper
+from fedloom.bench import fedweave_paper as paper
 from fedloom.bench.layout import STAT, Column, Entry, Table, stat, value, words
 from fedloom.bench.results import AXES, MAIN, Cell, Results, Stat, mixture_notes
 from fedloom.budget import HUB_NAMES, Budget, budget, payload

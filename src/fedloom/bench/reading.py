@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.bench import paper
+from fedloom.bench import fedweave_paper as paper
 from fedloom.bench.layout import p_words, signed
 from fedloom.bench.results import ABLATIONS, MAIN, Results, Setting
 from fedloom.bench.significance import Comparisons, Difference, holm
