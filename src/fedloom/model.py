@@ -20,7 +20,7 @@ from fedloom.adapters.state import Shapes, check_tensors, expected_shapes, place
 from fedloom.backbones.context import check_room
 from fedloom.backbones.features import prompt_features
 from fedloom.backbones.load import DTYPES, cache_dir, load_backbone
-from fedloom.data.tokenize import encode_prompt, end_token_id, tokenizer_hash
+from fedloom.data.tokenize import encode_prompt, stop_tokens, tokenizer_hash
 from fedloom.errors import AdapterError, ConfigError, ModelFolderError
 from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import loss_per_task
@@ -92,7 +92,7 @@ class LoadedModel:
         ids = [self._encode(text, max_new_tokens) for text in texts]
         chosen = self._route(ids, checked_routing(routing or self.routing))
         tokenizer = self.bench.backbone.tokenizer
-        answers = greedy(self.bench, ids, chosen, max_new_tokens, [end_token_id(tokenizer)])
+        answers = greedy(self.bench, ids, chosen, max_new_tokens, stop_tokens(tokenizer))
         decoded = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
         return decoded[0] if isinstance(prompt, str) else decoded
 
@@ -224,10 +224,14 @@ def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
             ("adapter.experts", _whole(spec.experts, 1, 1024)),
             ("adapter.router_hidden", _whole(spec.router_hidden, 0, 65536)),
             ("adapter.routers", _whole(spec.routers, 1, 1024)),
+            ("adapter.router_weights", _are_weights(spec.router_weights, spec.routers)),
             ("adapter.slots", len(spec.slots) <= 4096 and all(_whole(m, 0, spec.experts - 1) for m in spec.slots)),
             ("adapter.slot_top", _whole(spec.slot_top, 0, len(spec.slots))),
             ("adapter.centroids", isinstance(spec.centroids, bool)),
             ("adapter.base_delta", isinstance(spec.base_delta, bool)),
+            ("adapter.native", spec.native in ("", "full", "lora")),
+            ("adapter.kept", all(isinstance(unit, str) for unit in spec.kept)),
+            ("adapter.blend", isinstance(spec.blend, bool)),
             ("adapter.alpha", isinstance(spec.alpha, int | float) and 0 < spec.alpha < 1e9),
             ("adapter.dropout", isinstance(spec.dropout, int | float) and 0 <= spec.dropout < 1),
             *((f"backbone.{key}", isinstance(backbone[key], str) and len(backbone[key]) < 1024) for key in texts),
@@ -246,6 +250,14 @@ def _checked_spec(folder: Path, about: dict[str, Any]) -> AdapterSpec:
 
 def _whole(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
+
+
+def _are_weights(weights: Sequence[Any], count: int) -> bool:
+    """Return whether these can be the weights of so many routers; none are all alike."""
+    if not weights:
+        return True
+    sane = all(type(weight) in (int, float) and 0 <= weight < 1e300 for weight in weights)  # so that sums are finite
+    return sane and len(weights) == count and sum(weights) > 0
 
 
 def _is_provenance(known: Any) -> bool:

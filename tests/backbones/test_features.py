@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedloom.backbones.features import layer_index, prompt_features
-from fedloom.backbones.load import Backbone
+from fedloom.backbones.load import Backbone, load_backbone
 from fedloom.errors import ConfigError
 from fedloom.types import Layer, Pooling
 from small_world import World, examples, rows, small_backbone
@@ -104,3 +104,8 @@ def test_a_backbone_that_was_cast_after_loading_has_features_of_its_own(tmp_path
     half = prompt_features(backbone, PROMPTS, cache=tmp_path)
     assert torch.equal(half, prompt_features(backbone, PROMPTS))
     assert not torch.equal(half, full)
+
+
+def test_an_encoder_decoder_has_no_hidden_states_of_a_prompt_for_a_router() -> None:
+    with pytest.raises(ConfigError, match="'tiny-switch' is an encoder-decoder"):
+        prompt_features(load_backbone("tiny-switch"), PROMPTS)

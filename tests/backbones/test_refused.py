@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import OPTConfig, OPTForCausalLM
 
 from fedloom.backbones.load import load_backbone, load_tokenizer
 from fedloom.data.tokenize import end_token_id
@@ -128,3 +129,14 @@ def test_d5_the_token_that_ends_an_answer_pads_where_nothing_else_does(tmp_path:
     assert tokenizer.pad_token_id == end_token_id(tokenizer) == 256
     with pytest.raises(BackboneError, match=r"has no pad token, no end-of-sequence token and no chat template"):
         load_backbone(str(without_ends(tmp_path / "other", template.replace("</s>", "."))))
+
+
+def test_a_last_state_of_another_width_is_refused(tmp_path: Path) -> None:
+    """The shape of OPT-350m: blocks are 32 wide, what the head reads 16."""
+    config = OPTConfig(
+        vocab_size=258, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=64, do_layer_norm_before=False, bos_token_id=None, eos_token_id=256, pad_token_id=257,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(save_backbone(tmp_path))
+    with pytest.raises(BackboneError, match="is 16 wide and its other layers 32"):
+        load_backbone(str(tmp_path))

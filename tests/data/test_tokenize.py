@@ -13,6 +13,7 @@ from fedloom.data.tokenize import (
     encode_prompt,
     end_token_id,
     prompt_text,
+    stop_tokens,
     template_kind,
     tokenizer_hash,
 )
@@ -189,3 +190,9 @@ def test_hash_is_of_what_decides_the_ids():
     assert tokenizer_hash(tokenizer) == first
     others = [byte_tokenizer(), byte_tokenizer(CHATML, eos_token="<|im_end|>"), byte_tokenizer(CHATML, adds_bos=True)]
     assert len({first, *map(tokenizer_hash, others)}) == 4
+
+
+def test_an_untrained_model_may_also_end_with_its_own_end_of_sequence() -> None:
+    """A base model with a chat template (Qwen2.5): the template ends in one token, the model in another."""
+    assert stop_tokens(byte_tokenizer(CHATML)) == [257, 259]  # </s> and <|im_end|>
+    assert stop_tokens(byte_tokenizer()) == [257]

@@ -98,7 +98,15 @@ def prompt_features(
         pooling: ``mean`` over the tokens, or the ``last`` token's state.
         cache: folder of the cache; None computes without one.
         advance: called with the number of prompts done, for progress.
+
+    Raises:
+        ConfigError: there is no such layer, or the backbone is an encoder-decoder.
     """
+    if backbone.writes_apart:
+        raise ConfigError(
+            f"this method routes or sorts prompts by the hidden states of a causal backbone; {backbone.name!r} is an "
+            "encoder-decoder. Take another backbone, or a method without a router (fedit, or fcmoe on native experts)."
+        )
     depth = layer_index(layer, backbone.layers)
     path = None
     if cache is not None:

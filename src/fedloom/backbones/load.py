@@ -324,7 +324,13 @@ def _from_gguf(path: Path, cache: Path) -> Path:
 def _verify_head(backbone: Backbone) -> None:
     """Refuse a model whose logits are not head(last hidden layer): some families scale or shift them on the way."""
     ids = torch.arange(4, device=backbone.device)[None] % backbone.vocabulary
-    ours = backbone.logits(backbone.hidden(ids))
+    last = backbone.hidden(ids)
+    if last.shape[-1] != backbone.hidden_size:  # OPT-350m projects its last state
+        raise BackboneError(
+            f"the last state of the backbone {backbone.name!r} is {last.shape[-1]} wide and its other layers "
+            f"{backbone.hidden_size}: routers cannot read both. Take a backbone of one width."
+        )
+    ours = backbone.logits(last)
     theirs = backbone.model(input_ids=ids, use_cache=False).logits
     if not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3):
         raise BackboneError(

@@ -93,10 +93,11 @@ def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, prompt: boo
                 chat_template=FIXED_DATE + tokenizer.get_chat_template(),
             )
         )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template is foreign code: it can divide by zero, or call itself without end
         roles = ", ".join(role for role, _ in messages)
+        why = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
         raise DataError(
-            f"the tokenizer's chat template refuses messages with the roles {roles}: {error}. "
+            f"the tokenizer's chat template refuses messages with the roles {roles}: {why}. "
             "Often it knows no system role: move that text into the first user message."
         ) from error
 
@@ -146,6 +147,11 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise BackboneError("the tokenizer has no end-of-sequence token. Set tokenizer.eos_token.")
     return int(tokenizer.eos_token_id)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer: that of training, and the EOS with which an untrained model may end."""
+    return sorted({end_token_id(tokenizer), tokenizer.eos_token_id} - {None})
 
 
 def encode(

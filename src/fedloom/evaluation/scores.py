@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fedloom.data.metrics import METRICS, score_each
 from fedloom.data.sources import Example
 from fedloom.data.tasks import TASKS
-from fedloom.data.tokenize import end_token_id
+from fedloom.data.tokenize import stop_tokens
 from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import gates_for, macro
 from fedloom.runtime.client import Rows, Workbench
@@ -42,7 +42,7 @@ def answer_tasks(
         mode: routing, see ``adapters.router.route``.
     """
     tokenizer = bench.backbone.tokenizer
-    stop = [end_token_id(tokenizer)]
+    stop = stop_tokens(tokenizer)
     texts: dict[str, list[str]] = {}
     for name, rows in tasks.items():
         prompts = [e.ids[: e.prompt_length] for e in rows.encoded]
