@@ -26,8 +26,8 @@ def personalised(run: Run, state: State, memories: Mapping[str, Memory], observe
     for each client. The test rows are the same for all clients, as PFL-MoE's are (arXiv 2012.15589).
 
     Returns:
-        ``mean``, ``weighted_mean`` (by rows), ``spread`` (standard deviation, n − 1, over clients) and ``worst`` of the loss,
-        the same of the score under ``score`` if it is measured, and every client's.
+        ``mean``, ``weighted_mean`` (by rows), ``spread`` (standard deviation, n − 1, over clients) and ``worst`` of the
+        loss, the same of the score under ``score`` if it is measured, and every client's.
     """
     config, method, bench, data = run.config, run.method, run.bench, run.data
     mode = config.evaluation.routing[0]

@@ -15,6 +15,7 @@ from fedloom.bench.outputs import write_outputs
 from fedloom.bench.reading import reading
 from fedloom.bench.results import load_results
 from fedloom.bench.significance import Comparisons
+from fedloom.personalised import _summary
 
 LABELS = {
     "fedavg_moe": "FedAvg",
@@ -35,6 +36,7 @@ def native(label, seed=42, accuracy=0.5, alpha=0.1, task="ag_news", curve=None, 
     }
     found["routing"]["top1"]["score"] = {task: accuracy, "macro": accuracy}
     found["personalised"]["score"] = {"mean": home, "weighted_mean": home, "spread": 0.1, "worst": home - 0.2}
+    found["personalised"]["clients"] = {f"c{i}": {"score": home + 0.2 * i} for i in (-1, 0, 1)}
     curve = curve or [[r, accuracy * (1 - 0.5 ** (r + 1))] for r in range(6)] + [[6, accuracy]]
     found |= {"cell": f"{label}_{task}_a{alpha}_s{seed}", "method": method, "backbone": "switch-base-16"}
     conflicts = [[r, alpha / r, 0.1 * r, 1.0 + alpha] for r in range(1, 7)] if method == "fcmoe" else []
@@ -125,12 +127,21 @@ def test_local_accuracy_and_conflict(tables):
     assert found["0.1", "FC-MoE"]["client's model"] == "its own"
     assert found["0.1", "FedAvg"]["client's model"] == "the shared one"
     assert float(found["0.1", "FC-MoE"]["local accuracy: worst client"]) == pytest.approx(0.4)
+    # three clients 0.2 apart: squares 0.04 + 0 + 0.04 over n − 1 = 2; the records' own number is another one
+    assert float(found["0.1", "FC-MoE"]["local accuracy: spread over clients"]) == pytest.approx(0.2)
     assert any("1 + λ(Δ·Θ)/‖Θ‖²" in note for note in tables["fcmoe_local"].notes)
     conflict = {(row["α"], row["method"]): row for row in rows(tables["fcmoe_conflict"])}
     harmonic = sum(1 / r for r in range(1, 7)) / 6
     assert float(conflict["0.5", "FC-MoE"]["in conflict"]) == pytest.approx(0.5 * harmonic)
     assert float(conflict["0.1", "FC-MoE"]["length"]) == pytest.approx(1.1)
     assert ("0.1", "FedAvg") not in conflict
+
+
+def test_a_new_records_spread_is_that_of_a_sample_too():
+    clients = {"a": {"score": 0.2}, "b": {"score": 0.4}, "c": {"score": 0.6}}
+    sizes = dict.fromkeys(clients, 1)
+    assert _summary(clients, sizes, "score", min)["spread"] == pytest.approx(0.2)
+    assert _summary({"a": {"score": 0.2}}, sizes, "score", min)["spread"] == 0.0
 
 
 def test_tasks_are_settings_of_their_own(tmp_path):
@@ -213,16 +224,19 @@ def test_rounds_are_of_seeds_with_a_target(tmp_path):
 
 
 def test_figures_say_of_how_many_seeds_they_are(tmp_path):
+    """Two seeds at α = 0.1, one at 0.5; the ablation has one, and so Figure 4."""
     runs = [native("fedavg_moe", seed, alpha=alpha) for alpha in (0.1, 0.5) for seed in (42, 43)]
     runs += [native("fcmoe", 42), native("fcmoe", 43), native("fcmoe", 42, alpha=0.5), native("fcmoe_wo_projection")]
     drawn = {p.name: p.svg.decode() for p in fcmoe_figures(load_results(write(tmp_path, runs)))}
     slug = "switch-base-16_ag-news_alpha"
     bars = drawn["fcmoe_fig3b_local"]
-    assert all(f">{words}<" in bars for words in ("FedAvg (n = 2)", "FC-MoE (n = 1–2)", "0.60 (n = 1)", "0.60"))
+    assert all(f">{words}<" in bars for words in ("FedAvg (n = 1–2)", "FC-MoE (n = 1–2)", "0.60"))
+    assert "0.60 (n" not in bars
+    assert ">Over the seeds that all shown have: α = 0.1: seeds 42 and 43; α = 0.5: seed 42.<" in bars
     ablations = drawn[f"fcmoe_fig4_ablations_{slug}0.1"]
-    assert ablations.count(">FC-MoE (n = 2)<") == 2  # bars and curve
+    assert ablations.count(">FC-MoE (n = 1)<") == 2  # bars and curve
     assert ">FC-MoE w/o projection (n = 1)<" in ablations
     ends = {alpha: drawn[f"fcmoe_accuracy_{slug}{alpha}"] for alpha in (0.1, 0.5)}
-    assert all(">FedAvg (n = 2)<" in svg for svg in ends.values())
-    assert (">FC-MoE (n = 2)<" in ends[0.1], ">FC-MoE (n = 1)<" in ends[0.5]) == (True, True)
-    assert all(f">α = {words}<" in drawn["fcmoe_conflict"] for words in ("0.1 (n = 2)", "0.5 (n = 1)"))
+    for alpha, n in ((0.1, 2), (0.5, 1)):
+        assert all(f">{title} (n = {n})<" in ends[alpha] for title in ("FedAvg", "FC-MoE"))
+    assert all(f">α = {words}<" in drawn["fcmoe_conflict"] for words in ("0.1 (n = 1)", "0.5 (n = 1)"))

@@ -238,12 +238,13 @@ def test_figures_of_one_setting_have_no_trend(tmp_path):
 
 def test_captions_say_how_a_model_routes_and_of_how_many_seeds(tmp_path, monkeypatch):
     runs = [run("fedweave", seed, modes=("top1", "soft"), title="FedWeave") for seed in (42, 43)]
-    runs += [run("fedlease", modes=("soft", "top1"), title="FedLEASE"), run("fedit", title="FedIT")]
-    runs += [run("fedrouter", experts=1, title="FedRouter")]
+    runs += [run("fedlease", seed, modes=("soft", "top1"), title="FedLEASE") for seed in (42, 43)]
+    runs += [run("fedit", seed, title="FedIT") for seed in (42, 43)]
+    runs += [run("fedrouter", seed, experts=1, title="FedRouter") for seed in (43, 42, 44)]
     results = load_results(write(tmp_path, runs))
     main = results.settings[0]
-    captions = [caption(results, main, label, len(results.of(main, label))) for label in results.labels()]
-    assert captions == ["FedWeave (top1, n = 2)", "FedLEASE (soft, n = 1)", "FedIT (n = 1)", "FedRouter (n = 1)"]
+    captions = [caption(results, main, label, 2) for label in results.labels()]
+    assert captions == ["FedWeave (top1, n = 2)", "FedLEASE (soft, n = 2)", "FedIT (n = 2)", "FedRouter (n = 2)"]
     points = []  # their letters have an outline, so the file holds them as shapes
     monkeypatch.setattr("fedloom.bench.figures.point_labels", lambda *a: points.extend(name for _, _, name, _ in a[2]))
     drawn = {picture.name: picture.svg.decode() for picture in all_figures(results)}
@@ -252,8 +253,8 @@ def test_captions_say_how_a_model_routes_and_of_how_many_seeds(tmp_path, monkeyp
     assert points == [
         "FedWeave top1 (n = 2)",
         "FedWeave soft (n = 2)",
-        "FedLEASE soft (n = 1)",
-        "FedLEASE top1 (n = 1)",
+        "FedLEASE soft (n = 2)",
+        "FedLEASE top1 (n = 2)",
     ]
 
 
@@ -275,9 +276,10 @@ def test_a_line_over_an_axis_is_of_the_seeds_that_all_its_points_have(tmp_path):
     results = load_results(write(tmp_path, runs))
     settings = sorted(results.settings, key=lambda s: s.get("alpha"))
     assert paired_points(results, settings, "fedweave", "loss") == [
-        (0, Stat((1.0, 3.0))), (1, Stat((2.0, 2.5))), (2, Stat((4.0, 6.0))),
+        (0, Stat((1.0, 3.0), (42, 43))), (1, Stat((2.0, 2.5), (42, 43))), (2, Stat((4.0, 6.0), (42, 43))),
     ]  # fmt: skip
-    assert paired_points(results, settings, "fedlease", "loss") == [(0, Stat((1.0,))), (2, Stat((2.0,)))]
+    lease = [(0, Stat((1.0,), (42,))), (2, Stat((2.0,), (42,)))]
+    assert paired_points(results, settings, "fedlease", "loss") == lease
     assert paired_points(results, settings, "fedit", "loss") == []
     assert paired_points(results, settings, "absent", "loss") == []
 
@@ -289,11 +291,32 @@ def test_one_seed_has_no_band(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Axes, "fill_between", lambda *_, color, **__: drawn.append(color))
     runs = [run("fedweave", seed, alpha=alpha, score=None) for seed in (42, 43) for alpha in (0.1, 0.3)]
-    runs += [run("fedlease", 42, alpha=alpha, score=None, title="FedLEASE") for alpha in (0.1, 0.3)]
-    results = load_results(write(tmp_path, runs))
-    picture = over_axis(results, results.settings[0], "alpha")
+    results = load_results(write(tmp_path / "two", runs))
+    over_axis(results, results.settings[0], "alpha")
     assert drawn == [hues(results)["fedweave"]]
+    runs += [run("fedlease", 42, alpha=alpha, score=None, title="FedLEASE") for alpha in (0.1, 0.3)]
+    results = load_results(write(tmp_path / "one", runs))
+    picture = over_axis(results, results.settings[0], "alpha")
+    assert len(drawn) == 1  # nothing new: both lines are of seed 42
     assert ">FedLEASE (n = 1)<" in picture.svg.decode()
+    assert picture.text.endswith("Over the seeds that all shown have: seed 42.")
+
+
+def test_the_page_says_which_p_are_adjusted(whole):
+    """The tables hold p values that no sentence tells, so no adjustment can count all of the page."""
+    page = (whole[0] / "report.html").read_text(encoding="utf-8")
+    assert "comparisons of this section" in page
+    assert "comparisons of this page" not in page
+    for name in ("table2", "table3", "table4"):
+        text = (whole[0] / "tables" / f"{name}.md").read_text(encoding="utf-8")
+        assert "These p are not adjusted for their number." in text
+        assert "Rows that several seeds share count as independent" in text
+
+
+def test_pooled_training_is_said_not_to_be_ranked_in_the_personalised_table_too(whole):
+    text = (whole[0] / "tables" / "table1_personalised.md").read_text(encoding="utf-8")
+    assert "| Centralised (pooled data, not ranked) | 3 |" in text
+    assert "| Centralised |" not in text
 
 
 def test_spread_labels_stay_inside():

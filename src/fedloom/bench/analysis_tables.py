@@ -27,6 +27,7 @@ from fedloom.bench.tables import (
     beside,
     capacity_notes,
     mixture,
+    on_fewer_seeds,
     run_notes,
     seed_notes,
 )
@@ -63,24 +64,28 @@ def granularity_table(results: Results, comparisons: Comparisons) -> Table | Non
     ]
     rows = []
     for setting in settings:
-        for label in (x for x in (MAIN, *ABLATIONS) if x in results.labels(setting)):
-            first = results.modes(setting, label)[:1]
-            for mode in first + [m for m in results.modes(setting, label)[1:] if m == "soft"]:
-                title, seeds, *macro = _method_and_macro(results, setting, label, mode)
+        shown = [label for label in (MAIN, *ABLATIONS) if label in results.labels(setting)]
+        lines = [(label, results.title(label), results) for label in shown]
+        fewer = on_fewer_seeds(results, setting, MAIN, shown) if MAIN in shown else []
+        lines[1:1] = [(MAIN, title, part) for title, part in fewer]
+        for label, title, part in lines:
+            first = part.modes(setting, label)[:1]
+            for mode in first + [m for m in part.modes(setting, label)[1:] if m == "soft"]:
+                _, seeds, *macro = _method_and_macro(part, setting, label, mode)
                 printed = [paper.ABLATION.get((label, m)) if [mode] == first else None for m in ("score", "loss")]
                 rows.append(
                     [
                         *_setting_entries(setting, settings),
-                        *(title, seeds, mixture(results, setting, label), words(mode), *macro),
+                        *(words(title), seeds, mixture(part, setting, label), words(mode), *macro),
                         *_against(comparisons, setting, label, MAIN, mode),
                         *(beside(number_, setting, signed) for number_ in printed),
                     ]
                 )
     notes = [MEANS, INTERVALS, EXPERTS, "Routing: the same in both models that a difference compares."]
     notes.append(f"Paper, with one expert active: {paper.place(paper.ABLATION)}.")
-    shown = (MAIN, *ABLATIONS)
-    notes += [*seed_notes(results, settings, shown), *capacity_notes(results, settings, shown)]
-    notes += run_notes([cell for s in settings for cell in results.among(s, shown)])
+    labels = (MAIN, *ABLATIONS)
+    notes += [*seed_notes(results, settings, labels), *capacity_notes(results, settings, labels)]
+    notes += run_notes([cell for s in settings for cell in results.among(s, labels)])
     return Table("table2", "Aggregation granularity", columns, rows, notes)
 
 

@@ -51,7 +51,7 @@ def budget_table(results: Results) -> Table:
     notes = [
         f"Numbers of values, float32: times 4 for bytes. {uncounted} not counted.",
         f"Experts: {EXPERTS} on the paper's backbones, as many as it found; else the most that a run here found. "
-        "Beside: the mean of the runs here.",
+        "Beside: the mean of the runs here, of all settings and seeds, ± standard deviation (n − 1) over these runs.",
         "Per client and round, at most: what a client trains, and what the method's own rules send up and down. Dense "
         "additions to the weights (FLoRA, FedEx-LoRA) go down, frozen factors too.",
         "A signature is the B factors of one warm-up, of each bucket, once. A goes with it: experts start from both.",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fedloom.bench import fcmoe_paper as paper
-from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, ranks, stat, value, words
+from fedloom.bench.layout import DIFFERENCE, STAT, Column, Entry, Table, difference, marked, marks, stat, value, words
+from fedloom.bench.pairing import seed_words
 from fedloom.bench.results import NATIVE_MAIN, Cell, Results, Setting, Stat
 from fedloom.bench.significance import Comparisons
-from fedloom.bench.tables import INTERVALS, MEANS, RANKED, run_notes, seed_notes, uneven
+from fedloom.bench.tables import INTERVALS, MEANS, RANKED, on_fewer_seeds, run_notes, seed_notes, uneven
 from fedloom.methods.fedmoe import FedMoEOptions
-from fedloom.report.wording import number
+from fedloom.report.wording import listed, number
 
 BASELINE = "fedavg_moe"
 #: Share of the baseline's last accuracy that counts as converged (Figure 3a; the paper does not state its target).
@@ -86,7 +87,7 @@ def accuracy_table(results: Results, comparisons: Comparisons, task: str) -> Tab
             }
             for measure in MEASURES
         }
-        marks = {measure: _marks(found) for measure, found in stats.items()}
+        ranks = {measure: marks(found, lowest=False) for measure, found in stats.items()}
         for label in labels:
             seeds = len(results.of(setting, label))
             printed = paper.GLOBAL.get(task, {}).get(label, {}).get(setting.get("alpha"), (None, None, None))
@@ -95,7 +96,7 @@ def accuracy_table(results: Results, comparisons: Comparisons, task: str) -> Tab
                     *_place(setting, settings),
                     words(results.title(label)),
                     value(seeds, str),
-                    *(marked(stat(stats[m][label], seeds), marks[m].get(label, "")) for m in MEASURES),
+                    *(marked(stat(stats[m][label], seeds), ranks[m].get(label, "")) for m in MEASURES),
                     *([_against(comparisons, setting, label)] if alone else []),
                     *(value(theirs) for theirs in printed),
                 ]
@@ -134,7 +135,7 @@ def ablation_table(results: Results, comparisons: Comparisons) -> Table | None:
         labels = ablated_labels(results, setting)
         tests = {label: results.stat(setting, label, global_accuracy) for label in labels}
         homes = {label: results.stat(setting, label, local_accuracy) for label in labels}
-        test_marks, home_marks = _marks(tests), _marks(homes)
+        test_ranks, home_ranks = marks(tests, lowest=False), marks(homes, lowest=False)
         for label in labels:
             seeds = len(results.of(setting, label))
             same = setting.get("alpha") == paper.ALPHA and len(results.tasks(setting)) == 1
@@ -144,12 +145,17 @@ def ablation_table(results: Results, comparisons: Comparisons) -> Table | None:
                     *_place(setting, settings),
                     words(results.title(label)),
                     value(seeds, str),
-                    marked(stat(tests[label], seeds), test_marks.get(label, "")),
-                    marked(stat(homes[label], seeds), home_marks.get(label, "")),
+                    marked(stat(tests[label], seeds), test_ranks.get(label, "")),
+                    marked(stat(homes[label], seeds), home_ranks.get(label, "")),
                     _against(comparisons, setting, label),
                     *(value(theirs) for theirs in printed or (None, None)),
                 ]
             )
+        for title, part in on_fewer_seeds(results, setting, NATIVE_MAIN, labels):
+            seeds = len(part.of(setting, NATIVE_MAIN))
+            found = (stat(part.stat(setting, NATIVE_MAIN, get), seeds) for get in (global_accuracy, local_accuracy))
+            empty = (difference(None), value(None), value(None))
+            rows.append([*_place(setting, settings), words(title), value(seeds, str), *found, *empty])
     notes = [MEANS, RANKED, INTERVALS, LOCAL, f"{AGAINST}. {paper.TABLE2}."]
     notes += [*_seeds(results, settings, ablated_labels), *_mixed(results, settings)]
     return Table("fcmoe_table2", "FC-MoE without one of its parts", columns, rows, notes)
@@ -171,15 +177,16 @@ def local_table(results: Results) -> Table | None:
     for setting in settings:
         labels = native_labels(results, setting)
         stats = {key: {label: results.stat(setting, label, local(key)) for label in labels} for key in keys}
-        marks = {key: _marks(found, lowest=key == "spread") for key, found in stats.items()}
+        ranks = {key: marks(found, lowest=key == "spread") for key, found in stats.items()}
         for label in labels:
             cells = results.of(setting, label)
             own = "its own" if cells[0].get("personal") else "the shared one"
-            entries = (marked(stat(stats[k][label], len(cells)), marks[k].get(label, "")) for k in keys)
+            entries = (marked(stat(stats[k][label], len(cells)), ranks[k].get(label, "")) for k in keys)
             rows.append(
                 [*_place(setting, settings), words(results.title(label)), value(len(cells), str), words(own), *entries]
             )
-    notes = [MEANS, RANKED, LOCAL, *_seeds(results, settings, native_labels)]
+    notes = [MEANS, RANKED, LOCAL, "Spread: standard deviation (n − 1) over the clients of a run; 0 of a single one."]
+    notes += _seeds(results, settings, native_labels)
     notes += [*_retention(results), *_capacity(results), *_mixed(results, settings)]
     return Table("fcmoe_local", "Local accuracy over clients", columns, rows, notes) if rows else None
 
@@ -193,8 +200,8 @@ def convergence_table(results: Results) -> Table | None:
     for setting in settings:
         goals = targets(results, setting)
         found = {label: rounds_to_target(results, setting, label) for label in native_labels(results, setting)}
-        stats = {label: Stat.of(by_seed.values()) for label, by_seed in found.items()}
-        marks = _marks(stats, lowest=True)
+        stats = {label: Stat.by(by_seed) for label, by_seed in found.items()}
+        ranks = marks(stats, lowest=True)
         seeds.append(found)
         for label, by_seed in found.items():
             if by_seed:
@@ -205,13 +212,15 @@ def convergence_table(results: Results) -> Table | None:
                         value(len(by_seed), str),
                         stat(Stat.of(goals[seed] for seed in by_seed), len(by_seed)),
                         value(stats[label].n, str),
-                        marked(stat(stats[label], len(by_seed), lambda v: number(v, 1)), marks.get(label, "")),
+                        marked(stat(stats[label], len(by_seed), lambda v: number(v, 1)), ranks.get(label, "")),
                     ]
                 )
     notes = [
         MEANS,
+        RANKED,
         f"Target: {TARGET:.0%} of the accuracy that FedAvg has after its last round, of each seed.",
-        "Rounds: the first measured round whose global model has it; the mean is over seeds that reach it.",
+        *untargeted(results),
+        "Rounds: the first measured round of training whose global model has it; the mean is over seeds that reach it.",
         "The paper's Figure 3a states neither its target nor its numbers.",
         *uneven(seeds),
         *_capacity(results),
@@ -222,7 +231,7 @@ def convergence_table(results: Results) -> Table | None:
 
 def conflict_table(results: Results) -> Table | None:
     """How often clients' updates of an expert oppose their consensus, over all rounds."""
-    heads = {1: "in conflict", 2: "cosine", 3: "length"}
+    heads = {1: "in conflict", 2: "cosine, all pairs", 3: "length"}
     settings = [s for s in native_settings(results) if any(c.get("conflict") for c in _cells(results, s))]
     columns = [*_where(settings), Column("method"), Column("seeds"), *(Column(h, STAT) for h in heads.values())]
     rows, seeds = [], []
@@ -237,6 +246,7 @@ def conflict_table(results: Results) -> Table | None:
     notes = [
         "Mean over rounds, ± standard deviation (n − 1) over seeds.",
         "In conflict: share of pairs of a client and an expert whose update has a negative cosine with the consensus. "
+        "Cosine: its mean over all pairs, in conflict or not. "
         "Length: factor by which projection lengthens the consensus, mean over experts (1: nothing opposes it).",
         *uneven(seeds),
         *_mixed(results, settings),
@@ -256,21 +266,51 @@ def local_accuracy(cell: Cell) -> float | None:
 
 def local(key: str) -> Callable[[Cell], float | None]:
     """Return a getter of a summary over clients: ``mean``, ``spread`` or ``worst``."""
-    return lambda cell: cell.get("personalised", "score", key)
+    return spread_over_clients if key == "spread" else lambda cell: cell.get("personalised", "score", key)
+
+
+def spread_over_clients(cell: Cell) -> float | None:
+    """Return the standard deviation (n − 1) over clients of their accuracy; 0 of one client.
+
+    From each client's own number: a record's ``spread`` was divided by n in older versions.
+    """
+    clients = (cell.get("personalised", "clients") or {}).values()
+    found = Stat.of(client.get("score") for client in clients)
+    return 0.0 if found.n == 1 else found.sd
 
 
 def targets(results: Results, setting: Setting) -> dict[int, float]:
-    """Return seed → the accuracy that counts as converged, from FedAvg's run of the same seed."""
+    """Return seed → the accuracy that counts as converged, from FedAvg's run of the same seed.
+
+    There is none where the model before training has it already: what is reached then is not what training does.
+    """
     found = {cell.seed: cell.get("score_curve") for cell in results.of(setting, BASELINE)}
-    return {seed: TARGET * curve[-1][1] for seed, curve in found.items() if curve}
+    goals = {seed: (TARGET * curve[-1][1], curve[0]) for seed, curve in found.items() if curve}
+    return {seed: goal for seed, (goal, (at, before)) in goals.items() if at > 0 or before < goal}
+
+
+def untargeted(results: Results) -> list[str]:
+    """Name the seeds without a target."""
+    found: dict[Setting, list[int]] = {}
+    for setting in native_settings(results):
+        goals = targets(results, setting)
+        found[setting] = [c.seed for c in results.of(setting, BASELINE) if c.get("score_curve") and c.seed not in goals]
+    said = [f"{seed_words(seeds)} of {setting.text}" for setting, seeds in found.items() if seeds]
+    if not said:
+        return []
+    why = f"there {TARGET:.0%} of FedAvg's last accuracy is not above that of the model before training"
+    return [f"No target for {listed(said)}: {why}."]
 
 
 def rounds_to_target(results: Results, setting: Setting, label: str) -> dict[int, int | None]:
-    """Return seed → first measured round at the target, None where it is never reached; only seeds with a target."""
+    """Return seed → first measured round at the target, None where it is never reached; only seeds with a target.
+
+    Round 0, before training, does not count.
+    """
     goals = targets(results, setting)
     curves = {cell.seed: cell.get("score_curve") for cell in results.of(setting, label)}
     return {
-        seed: next((int(at) for at, accuracy in curve if accuracy >= goals[seed]), None)
+        seed: next((int(at) for at, accuracy in curve if at > 0 and accuracy >= goals[seed]), None)
         for seed, curve in curves.items()
         if curve and seed in goals
     }
@@ -280,11 +320,6 @@ def over_rounds(cell: Cell, index: int) -> float | None:
     """Return the mean over rounds of one entry of the record's ``conflict``."""
     found = [line[index] for line in cell.get("conflict") or [] if line[index] is not None]
     return sum(found) / len(found) if found else None
-
-
-def _marks(stats: Mapping[str, Stat], *, lowest: bool = False) -> dict[str, str]:
-    most = max((found.n for found in stats.values()), default=0)
-    return ranks({label: found.mean for label, found in stats.items() if found.n == most}, lowest=lowest)
 
 
 def _against(comparisons: Comparisons, setting: Setting, label: str) -> Entry:

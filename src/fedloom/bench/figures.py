@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedloom.bench.drawing import DASHES, MARKERS, PAGE_STYLE, colours, end_labels, point_labels
+from fedloom.bench.pairing import Paired, below, curves_of, paired, paired_curves, shared_seeds
 from fedloom.bench.results import AXES, MAIN, Results, Setting, Stat, per_hundred
 from fedloom.bench.tables import routings
 from fedloom.report.figures import saved
@@ -58,8 +59,9 @@ def caption(results: Results, setting: Setting, label: str, seeds: int) -> str:
 
 def loss_bars(results: Results, setting: Setting) -> Picture | None:
     """Draw Table 1's macro losses: bars from 0, and beside them the same numbers magnified, seeds as dots."""
-    stats = {label: results.stat(setting, label, lambda c: c.measured("loss")) for label in results.compared(setting)}
-    stats = {label: found for label, found in stats.items() if found.mean is not None}
+    losses = {label: results.stat(setting, label, lambda c: c.measured("loss")) for label in results.compared(setting)}
+    pairs = paired(losses, results.main)
+    stats = pairs.shown
     if not stats:
         return None
     labels, hue = list(stats), hues(results)
@@ -86,7 +88,9 @@ def loss_bars(results: Results, setting: Setting) -> Picture | None:
 
     text = "; ".join(f"{results.title(label)} {number(found.mean, 3)}" for label, found in stats.items())
     title = f"Macro loss by method, lower is better ({setting.text})"
-    return picture_of("table1_loss", title, text, (8, 1.2 + 0.38 * len(labels)), draw)
+    return picture_of(
+        "table1_loss", title, text, (8, 1.3 + 0.38 * len(labels)), draw, below(results.title, [("", pairs)])
+    )
 
 
 def routing_maps(results: Results, setting: Setting) -> Picture | None:
@@ -146,11 +150,12 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
     """Draw macro score and loss over an axis with bands of one standard deviation (Figure 3)."""
     same = [s for s in results.settings if s.get(axis) is not None and s.differs(main) <= {axis}]
     same.sort(key=lambda s: (str(type(s.get(axis))), s.get(axis)))
-    lines: dict[str, dict[str, list[tuple[int, Stat]]]] = {}
+    parts: dict[str, Paired[str, list[tuple[int, Stat]]]] = {}
     for metric in ("score", "loss"):
-        for label in results.labels():
-            if len(points := paired_points(results, same, label, metric)) > 1:
-                lines.setdefault(metric, {})[label] = points
+        points = {label: paired_points(results, same, label, metric) for label in results.labels()}
+        if (drawn := paired_lines({k: v for k, v in points.items() if len(v) > 1}, results.main)).shown:
+            parts[metric] = drawn
+    lines = {metric: part.shown for metric, part in parts.items()}
     if not lines:
         return None
     order, hue = results.labels(), hues(results)
@@ -170,11 +175,21 @@ def over_axis(results: Results, main: Setting, axis: str) -> Picture | None:
             said = {k: caption(results, same[found[k][-1][0]], k, found[k][-1][1].n) for k in ends}
             end_labels(figure, axes, {said[k]: (*v, hue[k]) for k, v in ends.items()})
 
-    drawn = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
+    named = list(dict.fromkeys(results.title(label) for found in lines.values() for label in found))
     banded = any(band([s for _, s in points]) is not None for found in lines.values() for points in found.values())
     title = f"Macro {' and '.join(lines)} over {AXES[axis]}{', band: ± one sd' * banded} ({main.backbone})"
     inches = (7.5, 0.4 + len(lines) * max(2.7, 0.24 * max(map(len, lines.values()))))
-    return picture_of(f"fig3_{axis}", title, f"Lines of {', '.join(drawn)}.", inches, draw)
+    text, note = f"Lines of {', '.join(named)}", below(results.title, list(parts.items()))
+    return picture_of(f"fig3_{axis}", title, text, inches, draw, note)
+
+
+def paired_lines(lines: Mapping[str, Sequence[tuple[int, Stat]]], main: str) -> Paired[str, list[tuple[int, Stat]]]:
+    """Return lines of ``paired_points`` over the seeds that they share, without those that are not finite."""
+    finite = {label: points for label, points in lines.items() if not any(found.lost for _, found in points)}
+    seeds = shared_seeds({label: points[0][1].seeds for label, points in finite.items()}, main)
+    over = {label: [(at, found.over(seeds)) for at, found in points] for label, points in finite.items()}
+    shown = {label: [(at, s) for at, s in points if s is not None] for label, points in over.items() if points[0][1]}
+    return Paired(seeds, shown, tuple(label for label in lines if label not in shown))
 
 
 def paired_points(results: Results, settings: Sequence[Setting], label: str, metric: str) -> list[tuple[int, Stat]]:
@@ -186,7 +201,7 @@ def paired_points(results: Results, settings: Sequence[Setting], label: str, met
     has = [{seed for seed, v in found.items() if v is not None} for found in by_seed]
     common = set.intersection(*(seeds for seeds in has if seeds)) if any(has) else set()
     places = [at for at, seeds in enumerate(has) if common & seeds]
-    return [(at, Stat.of(by_seed[at][seed] for seed in sorted(common))) for at in places]
+    return [(at, Stat.by({seed: by_seed[at][seed] for seed in common})) for at in places]
 
 
 def band(stats: Sequence[Stat]) -> tuple[list[float], list[float]] | None:
@@ -200,13 +215,13 @@ def band(stats: Sequence[Stat]) -> tuple[list[float], list[float]] | None:
 def quality_against_time(results: Results, setting: Setting) -> Picture | None:
     """Draw top-1, top-2 and soft routing: score (or else loss) over seconds per 100 examples (Figure 4)."""
     metric, what = ("score", "generation")
-    points = _quality_points(results, setting, metric, what)
-    if not points:
+    pairs = _quality_points(results, setting, metric, what)
+    if not pairs.shown:
         metric, what = ("loss", "loss")
-        points = _quality_points(results, setting, metric, what)
-    if not points:
+        pairs = _quality_points(results, setting, metric, what)
+    if not pairs.shown:
         return None
-    hue = hues(results)
+    points, hue = pairs.shown, hues(results)
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -232,64 +247,68 @@ def quality_against_time(results: Results, setting: Setting) -> Picture | None:
         for mode, (t, q) in found.items()
     )
     title = f"One expert or several: macro {metric} against time, ± one sd ({setting.text})"
-    return picture_of("fig4_routing_cost", title, text, (7, 4.2), draw)
+    return picture_of("fig4_routing_cost", title, text, (7, 4.4), draw, below(results.title, [("", pairs)]))
 
 
 def loss_curves(results: Results, setting: Setting) -> Picture | None:
     """Draw macro test loss over the rounds, mean over seeds."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    seeds: dict[str, int] = {}
-    for label in results.compared(setting):
-        by_round: dict[int, list[float]] = {}
-        cells = [c for c in results.of(setting, label) if c.get("curve")]
-        for cell in cells:
-            for at, loss in cell.record["curve"]:
-                by_round.setdefault(int(at), []).append(loss)
-        # A mean over fewer seeds at some rounds would show a step that no run made.
-        points = [(at, sum(v) / len(v)) for at, v in sorted(by_round.items()) if len(v) == len(cells)]
-        if len(points) > 1:
-            lines[label], seeds[label] = points, len(cells)
-    if not lines:
+    lines = paired_curves(curves_of(results, setting, results.compared(setting), "curve"), results.main)
+    if not lines.shown:
         return None
-    order, hue = results.labels(), hues(results)
+    order, hue, n = results.labels(), hues(results), len(lines.seeds)
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        for label, points in lines.items():
+        for label, points in lines.shown.items():
             rounds, losses = [at for at, _ in points], [loss for _, loss in points]
             draw_line(axes, rounds, losses, hue[label], order.index(label), main=label == results.main)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("macro test loss")
-        ends = {caption(results, setting, x, seeds[x]): (*points[-1], hue[x]) for x, points in lines.items()}
+        ends = {caption(results, setting, x, n): (*points[-1], hue[x]) for x, points in lines.shown.items()}
         end_labels(figure, axes, ends)
 
     text = "; ".join(
         f"{results.title(label)} {number(points[0][1], 3)} → {number(points[-1][1], 3)}"
-        for label, points in lines.items()
+        for label, points in lines.shown.items()
     )
     title = f"Macro test loss over the rounds, mean over seeds ({setting.text})"
-    return picture_of("loss_curves", title, text, (7.5, max(3.8, 0.9 + 0.24 * len(lines))), draw)
+    inches = (7.5, max(3.8, 1.0 + 0.24 * len(lines.shown)))
+    return picture_of("loss_curves", title, text, inches, draw, below(results.title, [("", lines)]))
 
 
 def _quality_points(
     results: Results, setting: Setting, metric: str, what: str
-) -> dict[str, dict[str, tuple[Stat, Stat]]]:
-    """Return label → mode → (seconds per 100 examples, quality) of labels with several modes, variants left out."""
+) -> Paired[str, dict[str, tuple[Stat, Stat]]]:
+    """Return label → mode → (seconds per 100 examples, quality) of labels with several modes, variants left out.
+
+    A mode that lacks one of the seeds has no point.
+    """
     points: dict[str, dict[str, tuple[Stat, Stat]]] = {}
     for label in results.compared(setting):
-        cells = results.of(setting, label)
         found = {
             mode: (
-                Stat.of(per_hundred(c, mode, what) for c in cells),
-                Stat.of(c.measured(metric, mode=mode) for c in cells),
+                results.stat(setting, label, lambda c, m=mode: per_hundred(c, m, what)),  # type: ignore[misc]
+                results.stat(setting, label, lambda c, m=mode: c.measured(metric, mode=m)),  # type: ignore[misc]
             )
             for mode in results.modes(setting, label)
         }
         found = {mode: pair for mode, pair in found.items() if pair[0].n and pair[1].n}
         if len(found) > 1:
             points[label] = found
-    return points
+    finite = {
+        label: found for label, found in points.items() if not any(s.lost for pair in found.values() for s in pair)
+    }
+    seeds = shared_seeds(
+        {x: set.intersection(*(set(s.seeds) for pair in f.values() for s in pair)) for x, f in finite.items()},
+        results.main,
+    )
+    shown: dict[str, dict[str, tuple[Stat, Stat]]] = {}
+    for label, found in finite.items():
+        for mode, (seconds, quality) in found.items():
+            if (x := seconds.over(seeds)) and (y := quality.over(seeds)):
+                shown.setdefault(label, {})[mode] = (x, y)
+    return Paired(seeds, shown, tuple(label for label in points if label not in shown))
 
 
 def _rows(figure: Figure, count: int) -> list[Axes]:
@@ -304,10 +323,13 @@ def draw_line(axes: Axes, xs: Sequence[Any], ys: Sequence[Any], colour: str, ind
 
 
 def picture_of(
-    name: str, title: str, text: str, inches: tuple[float, float], draw: Callable[[Figure], None]
+    name: str, title: str, text: str, inches: tuple[float, float], draw: Callable[[Figure], None], note: str = ""
 ) -> Picture:
+    """Draw a figure under its title and above a note, which belongs to the text, too."""
     with rc_context(PAGE_STYLE):
         figure = Figure(figsize=inches, layout="constrained", facecolor="white")
         figure.suptitle(visible(title), fontsize=11, fontweight="bold", x=0.01, ha="left", wrap=True)
+        if note:
+            figure.supxlabel(visible(note), fontsize=8.5, x=0.01, ha="left", wrap=True)
         draw(figure)
-        return Picture(name, title, text, saved(figure, "svg"), saved(figure, "png"))
+        return Picture(name, title, f"{text}. {note}" if note else text, saved(figure, "svg"), saved(figure, "png"))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from fedloom.bench.results import Stat
 from fedloom.bench.significance import LEAST_SEEDS, Difference
-from fedloom.report.wording import MISSING, number, visible
+from fedloom.report.wording import MISSING, number, plural, visible
 
+K = TypeVar("K", bound=Hashable)
 Number = float | int | str | None
 #: What a cell of a kind holds in a CSV file, as endings of the column's name.
 SINGLE: tuple[str, ...] = ("",)
@@ -110,6 +113,8 @@ def stat(found: Stat, seeds: int, show: Callable[[float], str] = number) -> Entr
     """Return mean ± standard deviation; with n where it is not that of the row."""
     if found.mean is None:
         return Entry(MISSING, (None, None, 0))
+    if found.lost:
+        return Entry(f"not finite in {found.lost} of {plural(found.n, 'seed')}", (found.mean, None, found.n))
     text = show(found.mean) + (f" ± {show(found.sd)}" if found.sd is not None else "")
     return Entry(text + (f" (n = {found.n})" if found.n != seeds else ""), (found.mean, found.sd, found.n))
 
@@ -125,16 +130,20 @@ def difference(found: Difference | None, seeds: int | None = None) -> Entry:
 
 
 def signed(found: float, digits: int = 4) -> str:
-    """Format with a sign; what rounds to 0 has none."""
+    """Format with a sign; what rounds to 0, or is not finite, has none."""
+    if not math.isfinite(found):
+        return number(found)
     found = round(found, digits)
     return number(abs(found) if found == 0 else found, digits) if found <= 0 else "+" + number(found, digits)
 
 
-def p_words(p: float) -> str:
+def p_words(p: float | None) -> str:
+    if p is None:
+        return f"p = {MISSING}"
     return "p ≤ 0.001" if p <= 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
 
 
-def ranks(values: Mapping[str, float | None], *, lowest: bool, digits: int = 4) -> dict[str, str]:
+def ranks(values: Mapping[K, float | None], *, lowest: bool, digits: int = 4) -> dict[K, str]:
     """Return ``best`` and ``second`` by key. What prints alike ranks alike: two bests leave no second."""
     printed = {key: round(v, digits) for key, v in values.items() if v is not None and math.isfinite(v)}
     order = sorted(printed.values(), reverse=not lowest)
@@ -142,6 +151,16 @@ def ranks(values: Mapping[str, float | None], *, lowest: bool, digits: int = 4) 
         return {}
     places = {key: order.index(v) for key, v in printed.items()}
     return {key: ("best", "second")[place] for key, place in places.items() if place < 2}
+
+
+def marks(stats: Mapping[K, Stat], *, lowest: bool) -> dict[K, str]:
+    """Return ``best`` and ``second`` by key, among those that have the most seeds, and the same ones.
+
+    Where as many seeds are not the same, those that most keys have count.
+    """
+    counts = Counter(found.seeds for found in stats.values() if found.n)
+    most = max(counts, key=lambda seeds: (len(seeds), counts[seeds]), default=())
+    return ranks({key: found.mean for key, found in stats.items() if found.n and found.seeds == most}, lowest=lowest)
 
 
 def marked(entry: Entry, mark: str) -> Entry:

@@ -29,7 +29,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Holm:
-    """A comparison's joint p, adjusted for all ``comparisons`` of the page that have enough seeds."""
+    """A comparison's joint p, adjusted for all ``comparisons`` of the sections that have one."""
 
     p: float
     comparisons: int
@@ -73,6 +73,11 @@ def sentence(claim: Claim, adjusted: Holm | None = None) -> str:
     if found is None:
         said = f"{a} and {b}: macro {metric} cannot be compared: no per-example numbers of a common seed."
         return start + said + claim.after
+    if found.p is None:
+        said = (
+            f"{a} minus {b} in macro {metric}: {signed(found.estimate)}; not every resample of the test rows is finite,"
+        )
+        return f"{start}{said} so there is no interval, no p and no verdict.{claim.after}"
     rows = f"95 % interval over test rows {signed(found.low)} to {signed(found.high)}, {p_words(found.p)}"
     spread = found.over_seeds
     if spread is None:

@@ -113,8 +113,8 @@ def conflict(rounds: Sequence[dict[str, Plain]]) -> list[list[float | None]]:
 
     Returns:
         For each round: its number; the share of pairs of a client and an expert with a negative cosine; the mean cosine
-        over these pairs; and the mean over experts of the factor by which projection lengthens the consensus. Experts
-        whose updates have no direction in common (length 0) have no factor.
+        over all pairs, in conflict or not; and the mean over experts of the factor by which projection lengthens the
+        consensus. Experts whose updates have no direction in common (length 0) have no factor.
     """
     found: list[list[float | None]] = []
     for record in rounds:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,48 @@ AXES = {"tasks": "task", "alpha": "α", "mixing": "mixing", "separability": "sep
 
 @dataclass(frozen=True)
 class Stat:
-    """Mean and sample standard deviation (n − 1) over seeds; no deviation for one value, nothing for none."""
+    """Mean and sample standard deviation (n − 1) over seeds; no deviation for one value, nothing for none.
+
+    A value that is not finite makes the mean not a number: the mean of the others would hide that a run diverged.
+    """
 
     values: tuple[float, ...] = ()
+    #: Of each value, in the same order; empty where nobody asks.
+    seeds: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Stat:
-        return cls(tuple(float(v) for v in values if v is not None and math.isfinite(v)))
+        return cls(tuple(float(v) for v in values if v is not None))
+
+    @classmethod
+    def by(cls, values: Mapping[int, float | None]) -> Stat:
+        """Return the same, given seed → value."""
+        known = {seed: float(v) for seed, v in sorted(values.items()) if v is not None}
+        return cls(tuple(known.values()), tuple(known))
+
+    def over(self, seeds: Sequence[int]) -> Stat | None:
+        """Return the same over these seeds; None where one of them was not measured."""
+        known = dict(zip(self.seeds, self.values, strict=True))
+        return Stat.by({seed: known[seed] for seed in seeds}) if seeds and known.keys() >= set(seeds) else None
 
     @property
     def n(self) -> int:
         return len(self.values)
 
     @property
+    def lost(self) -> int:
+        """How many values are not finite."""
+        return sum(not math.isfinite(v) for v in self.values)
+
+    @property
     def mean(self) -> float | None:
+        if self.lost:
+            return math.nan
         return math.fsum(self.values) / self.n if self.values else None
 
     @property
     def sd(self) -> float | None:
-        if self.n < 2:
+        if self.n < 2 or self.lost:
             return None
         mean = math.fsum(self.values) / self.n
         return math.sqrt(math.fsum((v - mean) ** 2 for v in self.values) / (self.n - 1))
@@ -164,7 +187,11 @@ class Results:
         return sorted((c for c in self.cells if c.setting == setting and c.label == label), key=lambda c: c.seed)
 
     def stat(self, setting: Setting, label: str, get: Callable[[Cell], float | None]) -> Stat:
-        return Stat.of(get(cell) for cell in self.of(setting, label))
+        return Stat.by({cell.seed: get(cell) for cell in self.of(setting, label)})
+
+    def only(self, setting: Setting, label: str, seeds: Collection[int]) -> Results:
+        """Return the same, but of a label in a setting these seeds alone."""
+        return Results(tuple(c for c in self.cells if c.label != label or c.setting != setting or c.seed in seeds))
 
     def among(self, setting: Setting, labels: Iterable[str]) -> list[Cell]:
         """Return the cells of some labels, label by label."""

@@ -5,8 +5,9 @@ Bootstrap" (1993): percentile interval (ch. 13). Both methods answer the same ro
 rows for both. It covers the draw of test examples, for models as they were trained with these seeds.
 
 Over seeds: Student's t on the paired differences of the seeds, with n − 1 degrees of freedom, from three seeds on. It
-covers the draw of data, clients and training. S. Holm, "A simple sequentially rejective multiple test procedure" (1979)
-adjusts for the number of comparisons.
+covers the draw of data, clients and training. Test rows that several seeds draw from one pool count as independent over
+test rows (a record does not say which row is which), which makes that interval somewhat too narrow. S. Holm, "A simple
+sequentially rejective multiple test procedure" (1979) adjusts for the number of comparisons.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Difference:
         estimate: mean over seeds of the macro difference on all examples.
         low, high: 95 % percentile interval over test rows.
         p: two-sided, over test rows; (1 + resamples on the lesser side of 0) / (1 + resamples), doubled, at most 1.
+            None, and the interval not a number, where any resample is not finite.
         seeds: the seeds that both have.
         each: the difference of each seed.
     """
@@ -60,27 +62,28 @@ class Difference:
     estimate: float
     low: float
     high: float
-    p: float
+    p: float | None
     seeds: tuple[int, ...]
     each: tuple[float, ...]
 
     @property
     def over_seeds(self) -> Spread | None:
-        """The interval over seeds; None where there are too few of them."""
-        return paired_t(self.each) if len(self.each) >= LEAST_SEEDS else None
+        """The interval over seeds; None where there are too few of them or one is not finite."""
+        enough = len(self.each) >= LEAST_SEEDS and all(math.isfinite(d) for d in self.each)
+        return paired_t(self.each) if enough else None
 
     @property
     def distinguishable(self) -> bool:
-        """Whether both intervals leave 0 out; never with too few seeds."""
+        """Whether both intervals leave 0 out; never with too few seeds or without a p."""
         spread = self.over_seeds
-        if spread is None:
+        if spread is None or self.p is None:
             return False
         return (self.low > 0 and spread.low > 0) or (self.high < 0 and spread.high < 0)
 
     @property
     def joint_p(self) -> float | None:
-        """The larger p of both tests: what it takes that both reject. None with too few seeds."""
-        return None if self.over_seeds is None else max(self.p, self.over_seeds.p)
+        """The larger p of both tests: what it takes that both reject. None where one of them has none."""
+        return None if self.p is None or self.over_seeds is None else max(self.p, self.over_seeds.p)
 
 
 def paired_t(each: Sequence[float]) -> Spread:
@@ -142,10 +145,11 @@ def macro_resamples(strata: Strata, seed: int, resamples: int = RESAMPLES, base:
     """
     whole, drawn = 0.0, np.zeros(resamples)
     for task, terms in strata.items():
-        sums = _weights(seed, task, len(terms), resamples, base).astype(np.float64) @ terms
-        total = terms.sum(axis=0)
-        whole += float(total[0] / total[1]) / len(strata)
-        drawn += sums[:, 0] / sums[:, 1] / len(strata)
+        weights, total = _weights(seed, task, len(terms), resamples, base), terms.sum(axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sums = weights.astype(np.float64) @ terms
+            whole += float(total[0] / total[1]) / len(strata)
+            drawn += sums[:, 0] / sums[:, 1] / len(strata)
     return whole, drawn
 
 
@@ -180,6 +184,8 @@ def summary(seeds: list[int], differences: list[tuple[float, Array]]) -> Differe
     each = [whole for whole, _ in differences]
     estimate = float(np.mean(each))
     drawn = np.mean([resampled for _, resampled in differences], axis=0)
+    if not np.isfinite(drawn).all():  # NaN is on no side of 0, which would look like a small p
+        return Difference(estimate, math.nan, math.nan, None, tuple(seeds), tuple(each))
     drawn = np.where(np.abs(drawn) < ROUNDING, 0.0, drawn)
     low, high = np.percentile(drawn, [2.5, 97.5])
     lesser = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))

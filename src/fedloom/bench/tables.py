@@ -11,24 +11,26 @@ from fedloom.bench.layout import (
     Entry,
     Table,
     marked,
-    ranks,
+    marks,
     stat,
     value,
     words,
 )
+from fedloom.bench.pairing import seed_words
 from fedloom.bench.results import MAIN, Cell, Results, Setting, Stat, mixture_notes
 from fedloom.report.wording import MISSING, listed, number
 
 INTERVALS = (
     "In brackets: 95 % interval of the paired bootstrap over test examples, with its two-sided p; it holds for the "
-    "models of these seeds and says nothing of others. The report has the intervals over seeds."
+    "models of these seeds and says nothing of others. Rows that several seeds share count as independent, which makes "
+    "it somewhat too narrow. These p are not adjusted for their number. The report has the intervals over seeds."
 )
 MEANS = "Mean ± standard deviation (n − 1) over seeds; a single seed has none. – was not measured."
 EXPERTS = "Experts: mean number over seeds × rank of each."
 #: What the CSV file holds of a mixture's size.
 MIXTURE = ("", "rank")
 RANKED = (
-    "Bold is best and underlined second, among rows with the most seeds of a column; "
+    "Bold is best and underlined second, among rows that have the most seeds of a column, and the same ones; "
     "values that print alike share a mark."
 )
 
@@ -68,18 +70,17 @@ def global_table(results: Results, setting: Setting, suffix: str = "") -> Table 
         for measure in measures
     }
     ranked = [label for label in labels if not results.is_pooled(label)]
-    marks = {measure: _marks(stats[measure], ranked, lowest=measure[1] == "loss") for measure in measures}
+    ranks = {m: marks({x: stats[m][x] for x in ranked}, lowest=m[1] == "loss") for m in measures}
     rows: list[list[Entry]] = []
     for label in labels:
         seeds = len(results.of(setting, label))
-        title = results.title(label) + (" (pooled data, not ranked)" if results.is_pooled(label) else "")
         rows.append(
             [
-                words(title),
+                words(_title(results, label)),
                 value(seeds, str),
                 mixture(results, setting, label),
                 words(routing_words(results, setting, label)),
-                *(marked(stat(stats[m][label], seeds), marks[m].get(label, "")) for m in measures),
+                *(marked(stat(stats[m][label], seeds), ranks[m].get(label, "")) for m in measures),
                 *(beside(paper.MACRO.get((label, *key)), setting) for key in printed),
             ]
         )
@@ -121,14 +122,14 @@ def personalised_table(results: Results, setting: Setting, suffix: str = "") -> 
         for key in keys
     }
     ranked = [label for label in labels if not results.is_pooled(label)]
-    marks = {key: _marks(stats[key], ranked, lowest=True) for key in keys}
+    ranks = {key: marks({x: stats[key][x] for x in ranked}, lowest=True) for key in keys}
     rows = []
     for label in labels:
         cells = results.of(setting, label)
         own = "its own" if cells[0].get("personal") else "the shared one"
-        entries = (marked(stat(stats[key][label], len(cells)), marks[key].get(label, "")) for key in keys)
+        entries = (marked(stat(stats[key][label], len(cells)), ranks[key].get(label, "")) for key in keys)
         routing = words(routing_words(results, setting, label, personal=True))
-        rows.append([words(results.title(label)), value(len(cells), str), words(own), routing, *entries])
+        rows.append([words(_title(results, label)), value(len(cells), str), words(own), routing, *entries])
     shown = sorted({c.get("personalised", "rows_per_kind") for c in results.cells if c.get("personalised")} - {None})
     notes = [
         MEANS,
@@ -151,9 +152,8 @@ def personalised_table(results: Results, setting: Setting, suffix: str = "") -> 
     )
 
 
-def _marks(stats: Mapping[str, Stat], ranked: Sequence[str], *, lowest: bool) -> dict[str, str]:
-    most = max((stats[label].n for label in ranked), default=0)
-    return ranks({label: stats[label].mean for label in ranked if stats[label].n == most}, lowest=lowest)
+def _title(results: Results, label: str) -> str:
+    return results.title(label) + (" (pooled data, not ranked)" if results.is_pooled(label) else "")
 
 
 def _backbone_row(results: Results, setting: Setting, measures: Sequence[tuple[str, str]], printed: int) -> list[Entry]:
@@ -195,6 +195,21 @@ NO_MIXTURE = (Entry(MISSING, (None, None)), words(MISSING))
 def seed_notes(results: Results, settings: Sequence[Setting], labels: Sequence[str]) -> list[str]:
     """Return a note if rows of a setting have different seeds."""
     return uneven([{label: [c.seed for c in results.of(setting, label)] for label in labels} for setting in settings])
+
+
+def on_fewer_seeds(results: Results, setting: Setting, main: str, others: Sequence[str]) -> list[tuple[str, Results]]:
+    """Return (title, results) of ``main`` on those of its seeds alone that one of ``others`` has, where it has more.
+
+    A difference is one from these means.
+    """
+    whole = [cell.seed for cell in results.of(setting, main)]
+    theirs = [{cell.seed for cell in results.of(setting, label)} for label in others]
+    found = dict.fromkeys(tuple(seed for seed in whole if seed in seeds) for seeds in theirs)
+    return [
+        (f"{results.title(main)} ({seed_words(seeds)} only)", results.only(setting, main, seeds))
+        for seeds in found
+        if 0 < len(seeds) < len(whole)
+    ]
 
 
 def uneven(settings: Iterable[Mapping[str, Iterable[int]]]) -> list[str]:
