@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fedloom.config import Config, parse_config
 from fedloom.errors import AdapterError, ConfigError
@@ -194,3 +195,9 @@ def test_loras_are_refused_before_any_round() -> None:
 def test_loras_have_no_head() -> None:
     with pytest.raises(AdapterError, match=r"adapter\.native to 'full'"):
         no_difference({"experts/x.0/wi.lora_A": torch.zeros(1, 1)})
+
+
+def test_activations_do_not_weigh_clients_that_count_alike() -> None:
+    """FLAME's rule is (activations / steps)^t · n_i, and here no client has an n_i."""
+    with pytest.raises(ValidationError, match="weighting"):
+        PFLMoEOptions.model_validate({"weighting": "activations"})

@@ -5,7 +5,7 @@ H. Mei et al., "FedMoE: Personalized federated learning via heterogeneous mixtur
 Differs from FedAvg: a client gets and sends only its experts, with their rows of the routers; each is averaged over the
 clients that hold it. Here p_ij are counted on training rows by forward passes of the untrained model (the paper trains
 LoRAs for some rounds first and counts on validation rows), a client's score is its training loss, and the loss has no
-term that balances experts, as theirs has.
+term that balances experts and no label smoothing, as theirs has.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -34,8 +35,9 @@ OWN_ALONE = torch.tensor([-100.0])
 class PFLMoEOptions(FedAvgMoEOptions):
     """``after``: rounds of plain FedAvg first (the paper: all; here at least one more follows). ``head_epochs``,
     ``gate_epochs``: passes over the rows of each, every time (the paper: 200). ``gate_every``: one row in so many is
-    the gate's."""
+    the gate's. Clients count alike, as in the paper, so that FLAME's rule, which counts rows, does not fit."""
 
+    weighting: Literal["samples"] = "samples"
     after: int = Field(0, ge=0)
     head_epochs: int = Field(1, ge=1)
     gate_epochs: int = Field(1, ge=1)
