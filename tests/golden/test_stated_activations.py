@@ -116,7 +116,6 @@ def test_fedavg_sends_activations_only_where_they_count(tmp_path: Path) -> None:
         ({"name": "fcmoe"}, "FC-MoE weighs experts by activations × update norm"),
         ({"name": "fcmoe", "importance": False}, None),
         ({"name": "fedavg_moe", "weighting": "activations"}, "FedAvg weighs experts by activations × examples"),
-        ({"name": "pfl_moe", "weighting": "activations"}, "PFL-MoE weighs experts by activations × examples"),
         ({"name": "fedavg_moe"}, None),
     ],
 )
