@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ def test_an_unsure_router_is_named_with_its_task(top1: float, told: bool, tmp_pa
     assert ("mostly on sums" in text) is told
 
 
+ROUTED = {"targets": ["q_proj"], "experts": 2, "router_hidden": 4}
+
+
+def write_model(out: Path, adapter: dict[str, Any]) -> None:
+    (out / "model").mkdir(parents=True)
+    (out / "model" / "fedloom.json").write_text(json.dumps({"adapter": adapter}))
+
+
 def test_the_next_commands_work_as_they_are_printed(tmp_path: Path) -> None:
     out = tmp_path / "a run's folder [b] :smile:" / "of a name that no line of eighty columns can hold"
-    (out / "model").mkdir(parents=True)
+    write_model(out, ROUTED)
     console = Console(file=io.StringIO(), width=80)
     explain(console, out, {"seconds": 90.0})
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -43,6 +52,26 @@ def test_the_next_commands_work_as_they_are_printed(tmp_path: Path) -> None:
     assert evaluate == ["fedloom", "evaluate", str(out / "model"), "--task", "mine=FILE.jsonl"]
     assert f"  model   {out / 'model'}" in lines
     assert f"  report  {out / 'report.html'}  (open it in a browser)" in lines
+
+
+@pytest.mark.parametrize(
+    ("adapter", "routed"),
+    [
+        (ROUTED, True),
+        ({"targets": [], "native": "full"}, False),  # the backbone weighs its experts for each token
+        ({**ROUTED, "router_hidden": 0, "slots": [0, 1, 1], "slot_top": 2}, False),
+        ({"targets": ["q_proj"]}, False),  # one LoRA
+    ],
+)
+def test_routing_is_spoken_of_where_prompts_are_routed(adapter: dict[str, Any], routed: bool, tmp_path: Path) -> None:
+    write_model(tmp_path, adapter)
+    console = Console(file=io.StringIO(), width=200)
+    measured = {"top1": {"loss": {"sums": 1.0, "macro": 1.0}}}
+    explain(console, tmp_path, {"routing": measured, "seconds": 90.0})
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("Test rows, top1 routing" in text) is routed
+    assert "Test rows" in text
+    assert ("--explain" in text) is routed
 
 
 def test_a_notice_with_a_path_is_one_line() -> None:

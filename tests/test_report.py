@@ -246,6 +246,15 @@ class TestKindsOfRun:
         assert "--explain" not in text
         assert found.row("round-table", "0") == ["–", "–", "3.0000", "–", "–", "–"]
 
+    @pytest.mark.parametrize(("slots", "routed"), [((), True), ((0, 1, 1), False)])
+    def test_gates_are_offered_where_a_prompt_has_them(self, tmp_path, slots, routed):
+        (tmp_path / "model").mkdir()
+        spec = AdapterSpec(("q_proj",), experts=2, slots=slots)
+        (tmp_path / "model" / "fedloom.json").write_text(json.dumps({"adapter": spec.to_plain()}))
+        text = " ".join(page(tmp_path, fedweave()).text)
+        assert ("--explain" in text) is routed
+        assert ("with top1 routing" in text) is routed
+
     @pytest.mark.parametrize("make", [fedweave, fedit])
     def test_without_test_sets(self, tmp_path, make):
         found = page(tmp_path, without_tests(make()))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.config import Config, parse_config
-from fedloom.report.folder import a_model
+from fedloom.report.folder import a_model, is_routed
 from fedloom.types import Plain
 
 #: A loss of one expert alone that is this many times the mixture's is worth a word.
@@ -50,22 +50,24 @@ def quickstart_config(backbone: str) -> Config:
 def explain(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
     """Say what a run found and did, in words and two tables."""
     alignment = metrics.get("alignment")
+    model = a_model(out)
+    routed = is_routed(model)
     if alignment:
         _explain_buckets(console, alignment)
     if metrics.get("routing"):
-        _explain_scores(console, metrics)
+        _explain_scores(console, metrics, routed)
         _explain_sparsity(console, metrics)
     if metrics.get("routing_matrix"):
         _explain_routing(console, metrics["routing_matrix"])
     console.print(f"\nDone in {metrics['seconds'] / 60:.1f} minutes.", style="bold", highlight=False)
-    model = a_model(out)
     _whole(console, f"  model   {model}")
     if model.parent != out:
         _whole(console, f"          (every client has its own in {model.parent})")
     _whole(console, f"  report  {out / 'report.html'}  (open it in a browser)")
     console.print("\nNext:", style="bold")
     question = "Sam has 3 boxes of 4 pens and gives 5 pens away. How many are left?"
-    _whole(console, "  " + shlex.join(["fedloom", "generate", str(model), "--explain", "--prompt", question]))
+    gates = ["--explain"] if routed else []
+    _whole(console, "  " + shlex.join(["fedloom", "generate", str(model), *gates, "--prompt", question]))
     _whole(console, "  " + shlex.join(["fedloom", "evaluate", str(model), "--task", "mine=FILE.jsonl"]))
 
 
@@ -94,12 +96,12 @@ def _explain_buckets(console: Console, alignment: dict[str, Plain]) -> None:
     console.print(table)
 
 
-def _explain_scores(console: Console, metrics: dict[str, Plain]) -> None:
+def _explain_scores(console: Console, metrics: dict[str, Plain], routed: bool) -> None:
     mode, after = next(iter(metrics["routing"].items()))
     before = metrics.get("before") or {}
     bare, start = before.get("loss_backbone", {}), before.get("loss", {})
     scores, old_scores = after.get("score", {}), before.get("score", {})
-    table = Table(title=f"Test rows, {mode} routing")
+    table = Table(title=f"Test rows, {mode} routing" if routed else "Test rows")
     for heading in ("task", "loss: backbone", "before round 1", "after", "score: backbone", "after"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task in after["loss"]:

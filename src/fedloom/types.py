@@ -83,6 +83,11 @@ class AdapterSpec:
     def scaling(self) -> float:
         return self.alpha / self.rank
 
+    @property
+    def routed(self) -> bool:
+        """Whether a prompt chooses among experts: not one expert alone, nor such as are weighed for each token."""
+        return self.experts > 1 and not (self.native or self.slots)
+
     def to_plain(self) -> dict[str, Plain]:
         return {**asdict(self), **{name: list(getattr(self, name)) for name in LISTS}}
 

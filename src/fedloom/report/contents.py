@@ -13,7 +13,7 @@ from markupsafe import Markup
 from fedloom.data.tasks import TASKS
 from fedloom.methods import METHODS
 from fedloom.report.figures import describe, loss_curve, traffic_bars, training_curve
-from fedloom.report.folder import Bucket, RunFolder, a_model
+from fedloom.report.folder import Bucket, RunFolder, a_model, is_routed
 from fedloom.report.wording import change, listed, plural, privacy_words, spans, visible, whole
 
 ROUTINGS = {"top1": "the one best expert answers", "soft": "all experts answer together"}
@@ -90,6 +90,7 @@ def page_contents(run: RunFolder) -> dict[str, Any]:
         "personalised": run.metrics.get("personalised"),
         "start_differs": any(t.start != t.bare for t in tasks),
         "default_routing": default_routing,
+        "routed": is_routed(a_model(run.out)),
         "generation_seconds": run.metrics.get("routing", {}).get(default_routing, {}).get("generation_seconds"),
         "routings": routing_table(run, tasks),
         "routing_words": routing_words,
@@ -320,7 +321,7 @@ def commands(run: RunFolder, tasks: list[str]) -> list[tuple[str, str]]:
     ask = f"fedloom generate {model} --prompt 'Your question'"
     method = METHODS[run.config["method"]["name"]]
     found = [("Ask the trained model" if method.global_model else "Ask a client's model", ask)]
-    if run.metrics["experts"] > 1:
+    if is_routed(a_model(run.out)):
         found.append(("Ask, and see the gate of every expert", f"{ask} --explain"))
     found.append(("Measure it on your own rows (prompt and response)", f"fedloom evaluate {model} --task {named}"))
     return found

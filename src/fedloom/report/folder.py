@@ -13,7 +13,7 @@ import yaml
 from fedloom.errors import DataError
 from fedloom.runtime.checkpoint import CheckpointFolder
 from fedloom.runtime.events import RoundLog
-from fedloom.types import Plain
+from fedloom.types import AdapterSpec, Plain
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ def a_model(out: Path) -> Path:
     """Return a model folder of a run: the one for everyone or, where every client has its own, the first."""
     models = sorted((out / "models").iterdir()) if (out / "models").is_dir() else []
     return models[0] if models and not (out / "model").is_dir() else out / "model"
+
+
+def is_routed(model: Path) -> bool:
+    """Return whether a model folder holds experts that a prompt chooses among; not where none is written yet."""
+    about = model / "fedloom.json"
+    return about.is_file() and AdapterSpec.from_plain(_read(about, json.loads)["adapter"]).routed
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
