@@ -57,6 +57,11 @@ def description() -> dict[str, Any]:
         ("adapter", "routers", 0, "'adapter.routers'"),
         ("adapter", "centroids", "yes", "'adapter.centroids'"),
         ("adapter", "base_delta", 1, "'adapter.base_delta'"),
+        ("adapter", "native", "half", "'adapter.native'"),
+        ("adapter", "native", ["full"], "'adapter.native'"),
+        ("adapter", "kept", [1], "'adapter.kept'"),
+        ("adapter", "blend", 1, "'adapter.blend'"),
+        ("adapter", "router_weights", 1.0, "not iterable"),
     ],
 )
 def test_a_hostile_description_is_refused_before_anything_is_allocated(
@@ -66,6 +71,28 @@ def test_a_hostile_description_is_refused_before_anything_is_allocated(
     (about[section] if section else about)[field] = value
     (tmp_path / "fedloom.json").write_text(json.dumps(about))
     with pytest.raises(ModelFolderError, match=rf"fedloom\.json.*{says}"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [["a", "b"], [1.0], [1.0, 1.0, 1.0], [0, 0], [float("nan"), 1], [1e308, 1e308], [-1, 2], [True, 1], [10**400, 1]],
+)
+def test_weights_of_routers_that_no_model_has_are_refused(weights: list[Any], tmp_path: Path) -> None:
+    about = description()
+    about["adapter"] |= {"router_hidden": 4, "routers": 2, "router_weights": weights}
+    (tmp_path / "fedloom.json").write_text(json.dumps(about))
+    with pytest.raises(ModelFolderError, match=r"fedloom\.json: 'adapter.router_weights' has a value"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("weights", [[], [0, 3.5], [7.0, 1.0]])
+def test_weights_of_routers_that_a_model_has_are_taken(weights: list[float], tmp_path: Path) -> None:
+    """Only the hash is wrong here."""
+    about = description()
+    about["adapter"] |= {"router_hidden": 4, "routers": 2, "router_weights": weights}
+    (tmp_path / "fedloom.json").write_text(json.dumps(about))
+    with pytest.raises(ModelFolderError, match="was trained on 'tiny' with hash"):
         load_model(tmp_path)
 
 

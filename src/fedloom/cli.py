@@ -40,9 +40,13 @@ BackboneName = Annotated[
 
 
 def harmless(text: str) -> Text:
-    """Return words from outside as they stand: no markup, no emoji codes, no control characters for the terminal."""
-    odd = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
-    return Text("".join(repr(c)[1:-1] if c in odd else c for c in text))
+    """Return words from outside as they stand: no markup, no emoji codes, nothing that turns or breaks lines unseen."""
+    return Text("".join(c if _is_plain(c) else repr(c)[1:-1] for c in text))
+
+
+def _is_plain(c: str) -> bool:
+    """Return whether a terminal shows a character as it is; wide and hard spaces, and joiners, are parts of scripts."""
+    return c.isprintable() or c in "\n\t\u200c\u200d" or unicodedata.category(c) == "Zs"
 
 
 def tell(text: str) -> None:
@@ -370,7 +374,10 @@ def check(
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print JSON as it can be read; what a terminal would obey is escaped, which changes no value."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    odd = {c: json.dumps(c)[1:-1].replace("\x7f", r"\u007f") for c in set(text) if not _is_plain(c)}
+    sys.stdout.write("".join(odd.get(c, c) for c in text) + "\n")
 
 
 def main() -> None:

@@ -97,7 +97,8 @@ def read_status(out: Path) -> RunStatus:
     for name, seen in presence.get("last_seen", {}).items():
         sites.setdefault(name, SiteStatus()).last_seen = seen
     for name, examples in presence.get("examples", {}).items():
-        sites[name].examples = sites[name].examples or examples
+        site = sites.setdefault(name, SiteStatus())
+        site.examples = site.examples or examples
     experts, unnamed = _experts(out, records)
     return RunStatus(
         method=method,
@@ -232,6 +233,12 @@ def _read_presence(path: Path) -> dict[str, Plain]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        seen, examples, refused = (found.get(key, {}) for key in ("last_seen", "examples", "refused"))
+        for when in seen.values():
+            SiteStatus(when).last_seen_words()  # raises where this is no time, or one without a zone
+        texts = [*refused.values(), *found.get("waiting_for", [])]
+        if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in examples.values()):
+            raise ValueError("it holds other values than a server writes")
+    except (ValueError, RecursionError, AttributeError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}. The next message of a site writes it anew.") from error
-    return found if isinstance(found, dict) else {}
+    return dict(found)

@@ -11,6 +11,8 @@ from fedloom.files import write_atomic
 from fedloom.locking import no_link
 from fedloom.types import Plain
 
+_BYTES = ("bytes_up", "bytes_down")
+
 
 class RoundLog:
     """``rounds.jsonl``: one line per round, written before the round's checkpoint and cut back to it on resume."""
@@ -60,13 +62,35 @@ class RoundLog:
 
 
 def _is_record(found: Plain) -> bool:
-    """Return whether this can be the record of a round."""
-    if not isinstance(found, dict) or type(found.get("round")) is not int:
+    """Return whether this can be the record of a round: a log comes from outside, with the folder it lies in."""
+    if not isinstance(found, dict) or not _is_count(found.get("round")):
         return False
     kinds = ("clients", "joined", "weights", "shares", "quarantined", "evaluation")
-    sections = [found.get(key, {}) for key in kinds]
-    fits = all(isinstance(section, dict) for section in sections)
-    return fits and all(isinstance(client, dict) for section in sections[:2] for client in section.values())
+    clients, joined, weights, shares, quarantined, _ = sections = [found.get(key, {}) for key in kinds]
+    absent = found.get("absent", [])
+    if not all(isinstance(section, dict) for section in sections) or not isinstance(absent, list):
+        return False
+    if not all(isinstance(said, dict) for said in (*clients.values(), *joined.values(), *shares.values())):
+        return False
+    if (clients or weights) and not {"clients", "quarantined"} <= found.keys():
+        return False
+    counts = [client.get(key) for client in clients.values() for key in ("examples", *_BYTES)]
+    counts += [late.get(key, 0) for late in joined.values() for key in ("examples", *_BYTES)]
+    counts += [*weights.values(), *(count for by in shares.values() for count in by.values())]
+    texts = [*absent, *quarantined.values()]
+    spent = {"epsilon": None, "noise_to_signal": None, "delta": 0} if found.get("privacy") is None else found["privacy"]
+    if not isinstance(spent, dict) or type(spent.get("delta")) not in (int, float):
+        return False
+    spendings = [spent.get(key, "") for key in ("epsilon", "noise_to_signal")]
+    return (
+        all(map(_is_count, counts))
+        and all(isinstance(text, str) for text in texts)
+        and all(value is None or type(value) in (int, float) for value in spendings)
+    )
+
+
+def _is_count(value: Plain) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 class Observer:
