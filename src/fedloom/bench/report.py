@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fedloom.bench.figures import Picture
 from fedloom.bench.layout import Table
 from fedloom.bench.reading import Section
 from fedloom.bench.results import Cell, Results
 from fedloom.bench.significance import LEAST_SEEDS, RESAMPLES
-from fedloom.report.wording import FILTERS, MISSING
-
-ASSETS = Path(__file__).parent.parent / "assets"
+from fedloom.report.page import template
+from fedloom.report.wording import MISSING
 
 
 def render(
@@ -28,16 +24,7 @@ def render(
     sections: Sequence[Section],
 ) -> str:
     """Return the page; the same results give the same bytes."""
-    page = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    page.filters.update(FILTERS)
-    return page.get_template("bench/report.html.j2").render(
+    return template("bench/report.html.j2").render(
         title=title,
         notes=notes,
         cells=len(results.cells),

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from fedloom.errors import DataError
 from fedloom.files import write_atomic
 from fedloom.report.contents import page_contents
 from fedloom.report.figures import heat_map
 from fedloom.report.folder import read_run
-from fedloom.report.wording import FILTERS
+from fedloom.report.page import template
 
 __all__ = ["routing_figure", "write_report"]
-
-TEMPLATES = Path(__file__).parent.parent / "assets" / "report"
 
 
 def write_report(out: Path, *, unfinished: bool = False) -> Path:
@@ -31,16 +27,7 @@ def write_report(out: Path, *, unfinished: bool = False) -> Path:
     Raises:
         DataError: a file of the run is missing or cannot be read.
     """
-    page = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    page.filters.update(FILTERS)
-    html = page.get_template("report.html.j2").render(page_contents(read_run(out, unfinished=unfinished)))
+    html = template("report/report.html.j2").render(page_contents(read_run(out, unfinished=unfinished)))
     path = out / "report.html"
     write_atomic(path, html.encode())
     return path
