@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
+from byte_tokenizer import byte_tokenizer
 from fedloom.adapters.inject import target_modules
 from fedloom.backbones.load import Backbone, parameter_hash
 from fedloom.data.sources import Example, conversation
@@ -45,14 +45,9 @@ TRAINING = Training(steps=3, batch_size=2, lr=1e-2, router_lr=5e-3)
 SECRET = "zebrafinch"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def small_tokenizer() -> PreTrainedTokenizerFast:
     """One id per byte, then ``</s>`` (256) and ``<pad>`` (257)."""
-    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>", "<pad>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    return byte_tokenizer(special=("</s>", "<pad>"))
 
 
 def small_llama(seed: int = 7) -> LlamaForCausalLM:
@@ -107,13 +102,13 @@ def small_switch(seed: int = 7) -> SwitchTransformersForConditionalGeneration:
 def small_backbone(seed: int = 7, *, native: bool = False) -> Backbone:
     """Return a random Llama or, with experts of its own, a random Switch Transformer."""
     model = small_switch(seed) if native else small_llama(seed)
-    return Backbone("small", model, byte_tokenizer(), parameter_hash(model))
+    return Backbone("small", model, small_tokenizer(), parameter_hash(model))
 
 
 def save_backbone(folder: Path, seed: int = 7, *, native: bool = False) -> Path:
     """Write the small backbone as a folder that ``load_backbone`` reads."""
     (small_switch(seed) if native else small_llama(seed)).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -130,7 +125,7 @@ def examples(pattern: str, count: int, start: int = 0) -> list[Example]:
 
 
 def rows(found: Sequence[Example]) -> Rows:
-    return Rows(encode(found, byte_tokenizer())[0])
+    return Rows(encode(found, small_tokenizer())[0])
 
 
 @functools.cache

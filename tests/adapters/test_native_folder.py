@@ -21,7 +21,7 @@ from fedloom.export import save_model
 from fedloom.model import LoadedModel, load_model
 from fedloom.runtime.client import Workbench
 from fedloom.types import AdapterSpec, View
-from small_world import byte_tokenizer, random_tensors, same
+from small_world import random_tensors, same, small_tokenizer
 
 FULL = AdapterSpec((), native="full")
 LORA = AdapterSpec((), native="lora", rank=8, alpha=5.0)
@@ -46,7 +46,7 @@ def trained(family: str, spec: AdapterSpec, kind: str, folder: Path) -> Workbenc
             if hasattr(module, "e_score_correction_bias"):
                 module.e_score_correction_bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
     bench = Workbench(load_backbone(str(folder), dtype=kind, device="cpu"), spec, None)
     start = bench.grafted.read()
     moved = random_tensors(start)

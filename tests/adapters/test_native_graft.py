@@ -28,7 +28,7 @@ from fedloom.runtime.client import LocalClient, Workbench
 from fedloom.runtime.events import Observer
 from fedloom.runtime.memory import ClientMemory
 from fedloom.types import AdapterSpec, Tensors, Training, component
-from small_world import SPEC, byte_tokenizer, client_rows, random_tensors, rows, same, small_backbone
+from small_world import SPEC, client_rows, random_tensors, rows, same, small_backbone, small_tokenizer
 
 FULL = AdapterSpec((), native="full")
 LORA = AdapterSpec((), native="lora", rank=3, alpha=5.0)
@@ -97,7 +97,7 @@ def test_what_is_trained_is_float32_whatever_the_backbone_is(family: str, kind: 
     model = make_native(family, vocab_size=258, **more).to(kind)  # type: ignore[arg-type]
     if family != "switch_transformers":
         model.set_experts_implementation("eager")  # kernels for half precision want widths that are multiples of 8
-    bench = Workbench(Backbone("small", model, byte_tokenizer(), parameter_hash(model)), spec, None)
+    bench = Workbench(Backbone("small", model, small_tokenizer(), parameter_hash(model)), spec, None)
     found = bench.grafted
     assert all(slot.value.dtype == torch.float32 for slot in found.parameters_by_name().values())
     initial = found.read()
@@ -166,7 +166,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ids = {"pad_token_id": 257, "eos_token_id": 256, "decoder_start_token_id": 257, "bos_token_id": None}
         model = make_native(family, vocab_size=258, **longest, **ids)
         model.save_pretrained(folder / family)
-        byte_tokenizer().save_pretrained(folder / family)
+        small_tokenizer().save_pretrained(folder / family)
     return folder
 
 
@@ -324,7 +324,7 @@ def test_deepseek_v2_that_is_greedy_keeps_single_experts() -> None:
 )
 def test_groups_of_experts_are_refused_before_anything_is_asked(family: str, changes: dict[str, Any]) -> None:
     model = make_native(family, **changes)
-    backbone = Backbone("small", model, byte_tokenizer(), "")
+    backbone = Backbone("small", model, small_tokenizer(), "")
     for method in ("fedmoe", "fcmoe"):
         plain = {"method": {"name": method}, "adapter": {"native": "full"}, "data": {"clients": {"ann": "ann.jsonl"}}}
         config = parse_config(plain)
@@ -352,7 +352,7 @@ def test_what_cannot_be_kept_is_named() -> None:
 def test_a_clients_activations_are_those_of_its_examples_one_by_one(family: str) -> None:
     more: dict[str, Any] = {} if family == "switch_transformers" else {"max_position_embeddings": 512}
     model = make_native(family, vocab_size=258, **more)
-    bench = Workbench(Backbone("small", model, byte_tokenizer(), parameter_hash(model)), FULL, None)
+    bench = Workbench(Backbone("small", model, small_tokenizer(), parameter_hash(model)), FULL, None)
     mine = rows(client_rows()["ann"])
 
     def client(part: Any) -> LocalClient:

@@ -29,7 +29,7 @@ from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import AdapterSpec
 from fedloom.workload import load_data
-from small_world import byte_tokenizer, small_backbone, small_llama, small_switch
+from small_world import small_backbone, small_llama, small_switch, small_tokenizer
 
 #: "### Instruction:\n…\n\n### Response:\n" around a prompt, one id per byte.
 AROUND = 33
@@ -54,7 +54,7 @@ def bloom() -> BloomForCausalLM:
 
 
 def backbone() -> Backbone:
-    return Backbone("small-gpt2", gpt2().requires_grad_(False), byte_tokenizer(), "")
+    return Backbone("small-gpt2", gpt2().requires_grad_(False), small_tokenizer(), "")
 
 
 @pytest.mark.parametrize("make", [gpt2, opt, gptj])

@@ -22,7 +22,7 @@ from fedloom.backbones.features import prompt_features
 from fedloom.backbones.hash import COMPUTING, parameter_hash
 from fedloom.backbones.load import Backbone, load_backbone
 from fedloom.data.tokenize import prompt_text
-from small_world import byte_tokenizer, small_backbone, small_llama
+from small_world import small_backbone, small_llama, small_tokenizer
 
 
 def test_the_hash_knows_parameters_and_what_the_configuration_computes() -> None:
@@ -119,7 +119,7 @@ def test_features_of_another_model_are_not_taken_from_the_cache(tmp_path: Path) 
 
 
 def test_a_template_that_writes_the_date_gives_the_same_prompt_every_day() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = small_tokenizer()
     tokenizer.chat_template = (
         "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
         "{{ date_string }} {{ strftime_now('%Y-%m-%d') }} {{ messages[0]['content'] }}"

@@ -15,7 +15,7 @@ from fedloom.data.tokenize import end_token_id
 from fedloom.evaluation.generate import greedy
 from fedloom.runtime.client import Workbench
 from fedloom.types import AdapterSpec
-from small_world import byte_tokenizer
+from small_world import small_tokenizer
 
 LLAMA = {
     "vocab_size": 258,
@@ -69,7 +69,7 @@ def bench(request: pytest.FixtureRequest) -> Workbench:
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model = AutoModelForCausalLM.from_config(config).eval()
-        made = Workbench(Backbone("x", model, byte_tokenizer(), ""), spec := _spec(config), None)
+        made = Workbench(Backbone("x", model, small_tokenizer(), ""), spec := _spec(config), None)
         tensors = {n: 0.5 * torch.randn_like(t) for n, t in made.grafted.read().items()}
     made.load(tensors, spec)
     return made
@@ -162,4 +162,4 @@ def test_edges(bench: Workbench) -> None:
 
 
 def test_D5_the_end_token_of_training_is_the_stop_token() -> None:
-    assert end_token_id(byte_tokenizer()) == 256
+    assert end_token_id(small_tokenizer()) == 256

@@ -16,7 +16,7 @@ from fedloom.evaluation.losses import example_losses, gates_for, loss_per_task, 
 from fedloom.evaluation.scores import score_tasks
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.types import AdapterSpec, Tensors
-from small_world import SPEC, World, byte_tokenizer, examples, random_tensors, rows, small_llama
+from small_world import SPEC, World, examples, random_tensors, rows, small_llama, small_tokenizer
 
 SPEC3 = AdapterSpec(SPEC.targets, rank=2, alpha=6.0, experts=3, router_hidden=8)
 TASKS = {"sums": rows(examples("sums", 5)), "shout": rows(examples("shout", 4))}
@@ -205,7 +205,7 @@ def test_scores_of_answers_that_are_known(world: World, monkeypatch: pytest.Monk
     from fedloom.evaluation import scores as module
 
     answers = {5: ["0", " 8 ", "16", "wrong", ""], 4: ["yes", "YES YES", "no", "YES"]}
-    tokenizer = byte_tokenizer()
+    tokenizer = small_tokenizer()
 
     def canned(bench: Any, prompts: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers[len(prompts)]]
