@@ -146,6 +146,7 @@ def evaluate(
 ) -> None:
     """Measure loss and score of a trained model on files of rows."""
     from fedloom.model import evaluate_files
+    from fedloom.report.folder import is_routed
     from fedloom.terminal import TerminalObserver
 
     files: dict[str, Path] = {}
@@ -160,7 +161,8 @@ def evaluate(
     if as_json:
         _print_json(result)
         return
-    table = Table(title=harmless(f"{model} · {result['routing']}"))
+    routed = is_routed(model) or result["routing"] == "off"
+    table = Table(title=harmless(f"{model} · {result['routing']}" if routed else str(model)))
     for heading in ("task", "examples", "loss", "score"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for name in [*files, "macro"]:
@@ -199,10 +201,12 @@ def generate(
 ) -> None:
     """Answer a prompt with a trained model."""
     from fedloom.model import load_model
+    from fedloom.terminal import TerminalObserver
 
     loaded = load_model(model, backbone=backbone)
     gates = loaded.gates([prompt])[0].tolist() if explain or (as_json and loaded.has_gates) else []
-    answer = loaded.generate(prompt, routing=routing, max_new_tokens=max_new_tokens)
+    said = TerminalObserver(errors, quiet).say
+    answer = loaded.generate(prompt, routing=routing, max_new_tokens=max_new_tokens, say=said)
     if as_json:
         _print_json({"prompt": prompt, "text": answer, "routing": routing or loaded.routing, "gates": gates})
         return

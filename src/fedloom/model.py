@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,12 @@ class LoadedModel:
         return gates
 
     def generate(
-        self, prompt: str | Sequence[str], *, routing: str | None = None, max_new_tokens: int = 128
+        self,
+        prompt: str | Sequence[str],
+        *,
+        routing: str | None = None,
+        max_new_tokens: int = 128,
+        say: Callable[[str], object] = warnings.warn,
     ) -> str | list[str]:
         """Answer one prompt, or a list of prompts, by greedy decoding.
 
@@ -84,19 +90,25 @@ class LoadedModel:
             routing: ``top1`` (only the best expert is active), ``top2``…, ``soft``, or ``off`` for the bare backbone;
                 default as the model folder says.
             max_new_tokens: the most tokens of an answer.
+            say: told of a prompt that is longer, with its answer, than what the backbone was trained on.
 
         Raises:
             ConfigError: a prompt is no text, or the backbone has too few positions for it and its answer.
         """
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        ids = [self._encode(text, max_new_tokens) for text in texts]
+        ids = [self._encode(text, max_new_tokens, say) for text in texts]
         chosen = self._route(ids, checked_routing(routing or self.routing))
         tokenizer = self.bench.backbone.tokenizer
         answers = greedy(self.bench, ids, chosen, max_new_tokens, stop_tokens(tokenizer))
         decoded = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
         return decoded[0] if isinstance(prompt, str) else decoded
 
-    def _encode(self, text: str, new_tokens: int = 0) -> list[int]:
+    def _encode(self, text: str, new_tokens: int = 0, say: Callable[[str], object] | None = None) -> list[int]:
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"a prompt is text, the user's message, but this one is of type {type(text).__name__}. Of messages "
+                "with 'role' and 'content', give the content of the user's."
+            )
         if not text.strip():
             raise ConfigError("the prompt is empty.")
         try:
@@ -104,7 +116,7 @@ class LoadedModel:
         except UnicodeEncodeError as error:
             raise ConfigError(f"the prompt is not valid UTF-8, at character {error.start + 1}.") from error
         ids = encode_prompt([("user", text)], self.bench.backbone.tokenizer)
-        check_room(self.bench.backbone, len(ids), new_tokens, "Shorten the prompt, or ask for fewer new tokens.")
+        check_room(self.bench.backbone, len(ids), new_tokens, "Shorten the prompt, or ask for fewer new tokens.", say)
         return ids
 
     @torch.no_grad()

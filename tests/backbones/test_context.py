@@ -23,6 +23,7 @@ from transformers import (  # fmt: skip
 from fedloom.backbones.context import position_limit
 from fedloom.backbones.load import Backbone
 from fedloom.config import parse_config
+from fedloom.data.tokenize import encode_prompt
 from fedloom.errors import ConfigError
 from fedloom.model import LoadedModel, evaluate_files
 from fedloom.runtime.client import Workbench
@@ -117,3 +118,33 @@ def test_an_answer_beyond_the_table_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"need 102 positions.*Leave mine out, or measure the loss only"):
         evaluate_files(tmp_path, {"mine": file})
     assert "macro" in evaluate_files(tmp_path, {"mine": file}, generate=False)["loss"]
+
+
+def test_an_answer_beyond_what_rotary_positions_were_trained_on_is_said() -> None:
+    model = LoadedModel({"routing": "off"}, Workbench(small_backbone(), AdapterSpec(("q_proj",), rank=2), None))
+    said: list[str] = []
+    model.generate("x" * (511 - AROUND), max_new_tokens=1, say=said.append)
+    assert said == []
+    model.generate("x" * (512 - AROUND), max_new_tokens=1, say=said.append)
+    (words,) = said
+    assert words.startswith(
+        "a prompt of 512 tokens and an answer of up to 1 are beyond the 512 tokens that the backbone"
+    )
+    with pytest.warns(UserWarning, match="beyond the 512 tokens"):
+        model.generate("x" * (512 - AROUND), max_new_tokens=1)
+
+
+def test_messages_in_place_of_a_prompt_are_refused() -> None:
+    model = LoadedModel({"routing": "off"}, Workbench(small_backbone(), AdapterSpec(("q_proj",), rank=2), None))
+    with pytest.raises(ConfigError, match=r"of type dict\. .*give the content of the user's"):
+        model.generate([{"role": "user", "content": "x"}])  # type: ignore[list-item]
+
+
+def test_the_tokenizer_foretells_no_indexing_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maximum is 8 here; ``transformers`` says it once for each tokenizer."""
+    warned = Mock()
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", warned)
+    tokenizer = small_tokenizer()
+    tokenizer.model_max_length = 8
+    assert len(encode_prompt([("user", "x" * 5)], tokenizer)) == 5 + AROUND
+    assert not warned.called

@@ -198,6 +198,20 @@ def test_gates_are_computed_only_to_be_shown(monkeypatch: pytest.MonkeyPatch) ->
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize(("experts", "mode", "title"), [(2, "top1", " · top1"), (1, "top1", ""), (1, "off", " · off")])
+def test_a_table_names_the_routing_where_there_is_one(
+    experts: int, mode: str, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    Path("m/fedloom.json").write_text(json.dumps({"adapter": {"targets": ["q_proj"], "experts": experts}}))
+    measured = {"routing": mode, "examples": {"a": 1}, "loss": {"a": 1.0, "macro": 1.0}, "score": {}}
+    monkeypatch.setattr("fedloom.model.evaluate_files", lambda folder, files, **options: measured)
+    monkeypatch.setattr("fedloom.cli.console", Console(width=200))
+    said = CliRunner().invoke(app, ["evaluate", "m", "--task", "a=a.jsonl"]).stdout
+    assert said.splitlines()[0].strip() == f"m{title}"
+
+
 def test_an_answer_and_an_error_are_not_folded_at_the_consoles_width(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "if x:\n\treturn " + "f(" * 60 + " and so on" * 12
     assert len(answer) > 250

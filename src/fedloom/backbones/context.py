@@ -42,12 +42,21 @@ def check_length(backbone: Backbone, max_length: int, say: Callable[[str], None]
             f"{key} is {max_length}, but the backbone {backbone.name!r} has positions for {limit} tokens. Set {key} to "
             f"{limit} or less."
         )
+    if beyond := _untrained(backbone, limit, max_length):
+        say(f"{key} is {max_length}, {beyond}.")
+
+
+def _untrained(backbone: Backbone, limit: int | None, length: int) -> str:
+    """Return words for a length that the backbone computes, but did not learn; empty for one that it did."""
     trained = getattr(backbone.config, "max_position_embeddings", None)
-    if limit is None and isinstance(trained, int) and max_length > trained:
-        say(f"{key} is {max_length}, beyond the {trained} tokens that the backbone {backbone.name!r} was trained on.")
+    if limit is not None or not isinstance(trained, int) or length <= trained:
+        return ""
+    return f"beyond the {trained} tokens that the backbone {backbone.name!r} was trained on"
 
 
-def check_room(backbone: Backbone, prompt: int, new_tokens: int, advice: str) -> None:
+def check_room(
+    backbone: Backbone, prompt: int, new_tokens: int, advice: str, say: Callable[[str], object] | None = None
+) -> None:
     """Refuse an answer for which the backbone has no positions.
 
     Args:
@@ -55,6 +64,7 @@ def check_room(backbone: Backbone, prompt: int, new_tokens: int, advice: str) ->
         prompt: tokens of the longest prompt.
         new_tokens: the most tokens of an answer.
         advice: what to do about it, a sentence.
+        say: told of an answer that the backbone computes beyond its context, though it never learned to.
 
     Raises:
         ConfigError: prompt and answer (for an encoder-decoder model, either) are longer than the table of positions.
@@ -65,4 +75,9 @@ def check_room(backbone: Backbone, prompt: int, new_tokens: int, advice: str) ->
         raise ConfigError(
             f"a prompt of {prompt} tokens and an answer of up to {new_tokens} need {needed} positions, but the "
             f"backbone {backbone.name!r} has {limit}. {advice}"
+        )
+    if say is not None and (beyond := _untrained(backbone, limit, needed)):
+        say(
+            f"a prompt of {prompt} tokens and an answer of up to {new_tokens} are {beyond}: the answer may be empty or "
+            f"make no sense. {advice}"
         )

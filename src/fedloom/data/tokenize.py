@@ -111,7 +111,10 @@ def prompt_text(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    if not texts:
+        return []
+    # Not verbose: it would foretell indexing errors for long texts, before they are cut or refused.
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 def _with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
