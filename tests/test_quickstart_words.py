@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from fedloom.cli import app
 from fedloom.quickstart import explain
 from fedloom.terminal import TerminalObserver
 
@@ -72,6 +74,22 @@ def test_routing_is_spoken_of_where_prompts_are_routed(adapter: dict[str, Any], 
     assert ("Test rows, top1 routing" in text) is routed
     assert "Test rows" in text
     assert ("--explain" in text) is routed
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_a_quiet_run_prints_its_results_and_its_models_place(
+    quiet: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.yaml").write_text("data: {synthetic: {}}\n")
+    metrics = {"routing": {"top1": {"loss": {"sums": 1.25, "macro": 1.25}}}, "seconds": 90.0}
+    monkeypatch.setattr("fedloom.experiment.run", lambda *_, **__: metrics)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "c.yaml"), "--out", str(out), *quiet])
+    assert done.exit_code == 0, done.output
+    assert "1.250" in done.stdout
+    assert ("Next:" in done.stdout) is not bool(quiet)
+    if quiet:
+        assert done.stdout.splitlines()[-1] == str(out / "model")
 
 
 def test_a_notice_with_a_path_is_one_line() -> None:

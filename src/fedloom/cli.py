@@ -97,12 +97,9 @@ def quickstart(
     quiet: Quiet = False,
 ) -> None:
     """FedWeave on real text with a real pretrained model, on a CPU, in minutes."""
-    from fedloom.quickstart import explain, quickstart_config
+    from fedloom.quickstart import quickstart_config
 
-    config = quickstart_config(backbone)
-    metrics = _run(config, out, resume, quiet)
-    if not quiet:
-        explain(console, out, metrics)
+    _run(quickstart_config(backbone), out, resume, quiet)
 
 
 @app.command("run")
@@ -118,19 +115,18 @@ def run_command(
 ) -> None:
     """Train a method from a configuration: model, metrics, report and checkpoints."""
     from fedloom.config import load_config
-    from fedloom.quickstart import explain
 
-    metrics = _run(load_config(config, overrides or []), out, resume, quiet)
-    if not quiet:
-        explain(console, out, metrics)
+    _run(load_config(config, overrides or []), out, resume, quiet)
 
 
-def _run(config: Any, out: Path, resume: bool, quiet: bool) -> dict[str, Any]:
+def _run(config: Any, out: Path, resume: bool, quiet: bool) -> None:
     from fedloom.experiment import run
+    from fedloom.quickstart import explain, results
     from fedloom.terminal import TerminalObserver
 
     with TerminalObserver(console, quiet).shown() as observer:
-        return run(config, out, resume=resume, observer=observer)
+        metrics = run(config, out, resume=resume, observer=observer)
+    (results if quiet else explain)(console, out, metrics)
 
 
 @app.command()

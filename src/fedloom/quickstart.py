@@ -71,6 +71,14 @@ def explain(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
     _whole(console, "  " + shlex.join(["fedloom", "evaluate", str(model), "--task", "mine=FILE.jsonl"]))
 
 
+def results(console: Console, out: Path, metrics: dict[str, Plain]) -> None:
+    """Print what ``--quiet`` asks for: the table of results, and the model's folder."""
+    model = a_model(out)
+    if metrics.get("routing"):
+        _explain_scores(console, metrics, is_routed(model))
+    _whole(console, str(model))
+
+
 def _whole(console: Console, line: str) -> None:
     """Print a line to copy from: as it stands, not folded at the console's width."""
     console.print(Text(line), soft_wrap=True)
