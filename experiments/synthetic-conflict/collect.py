@@ -1,4 +1,4 @@
-"""Collect finished runs into results/: one JSON file a run, and table.md.
+"""Collect finished runs into results/: one JSON file a run, and table.md of all that are there.
 
 usage: python experiments/synthetic-conflict/collect.py OUT
 """
@@ -44,9 +44,9 @@ def main(out: Path) -> None:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(path.parent for path in out.glob("*/metrics.json")):
-        found = summary(run)
-        (HERE / "results" / f"{run.name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        lines.append(line(run.name, found))
+        text = json.dumps(summary(run), indent=1, ensure_ascii=False)
+        (HERE / "results" / f"{run.name}.json").write_text(text + "\n")
+    lines += [line(path.stem, json.loads(path.read_text())) for path in sorted((HERE / "results").glob("*.json"))]
     (HERE / "results" / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
