@@ -25,7 +25,7 @@ from fedloom.bench.record import difference, make_record
 from fedloom.bench.suite import Cell
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.files import write_atomic
-from fedloom.locking import alone
+from fedloom.locking import alone, no_link
 from fedloom.runtime.events import RoundLog
 from fedloom.types import Plain
 
@@ -203,7 +203,7 @@ def start(progress: Progress, out: Path, lock: int) -> Job:
     folder.mkdir(parents=True, exist_ok=True)
     config = out / "cells" / f"{progress.cell.name}.yaml"
     write_atomic(config, yaml.safe_dump(progress.cell.config.model_dump(), sort_keys=False).encode())
-    log = open(out / "cells" / f"{progress.cell.name}.log", "ab")  # noqa: SIM115 (closed by finish)
+    log = open(out / "cells" / f"{progress.cell.name}.log", "ab", opener=no_link)  # noqa: SIM115 (closed by finish)
     arguments = [sys.executable, "-m", "fedloom.cli", "run", str(config), "--out", str(folder), "--resume", "--quiet"]
     progress.state, progress.started = "running", time.monotonic()
     process = subprocess.Popen(
