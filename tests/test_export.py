@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 
 from fedloom.adapters.state import initial_tensors
@@ -54,6 +54,27 @@ def save(folder: Path, bench: tuple[Workbench, Tensors], **more: Any) -> Path:
 @pytest.fixture
 def folder(bench: tuple[Workbench, Tensors], tmp_path: Path) -> Path:
     return save(tmp_path / "model", bench)
+
+
+@pytest.mark.parametrize(
+    ("name", "known_as"),
+    [
+        ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("tiny", "tiny (comes with fedloom)"),  # no valid name on a hub, so none is asked for it
+        ("org/model", "org/model"),
+    ],
+)
+def test_an_adapter_names_its_base_as_others_know_it(
+    name: str, known_as: str, bench: tuple[Workbench, Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench[0].backbone, "name", name)
+    folder = save(tmp_path / "model", bench)
+    fields = json.loads((folder / "experts" / "0" / "adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == known_as
+    assert json.loads((folder / "fedloom.json").read_text())["backbone"]["name"] == name
+    if name == "tiny":
+        with pytest.raises(OSError, match=r"tiny \(comes with fedloom\)"):
+            AutoPeftModelForCausalLM.from_pretrained(folder / "experts" / "0")
 
 
 def test_the_layout(folder: Path, bench: tuple[Workbench, Tensors], backbone: Path) -> None:

