@@ -68,11 +68,12 @@ def test_the_next_commands_work_as_they_are_printed(tmp_path: Path) -> None:
 def test_routing_is_spoken_of_where_prompts_are_routed(adapter: dict[str, Any], routed: bool, tmp_path: Path) -> None:
     write_model(tmp_path, adapter)
     console = Console(file=io.StringIO(), width=200)
-    measured = {"top1": {"loss": {"sums": 1.0, "macro": 1.0}}}
+    measured = {"top1": {"loss": {"sums": 1.0, "macro": 1.0}, "score": {"sums": 0.5, "macro": 0.5}}}
     explain(console, tmp_path, {"routing": measured, "seconds": 90.0})
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("Test rows, top1 routing" in text) is routed
     assert "Test rows" in text
+    assert "Score of sums: exact match" in text
     assert ("--explain" in text) is routed
 
 

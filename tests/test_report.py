@@ -194,6 +194,10 @@ class TestNumbers:
         ]  # fmt: skip
         assert fedweave_page.row("results", "mean (macro)")[:4] == ["3.0000", "3.0000", "2.8500", "−5.0\u2009%"]
 
+    def test_what_a_score_counts(self, fedweave_page):
+        exact = "exact match up to case and white space, in at most 64 tokens"
+        assert f"Score of math: {exact}; style: {exact}." in " ".join(fedweave_page.text)
+
     def test_routings(self, fedweave_page):
         assert fedweave_page.row("routings", "math") == ["1.5000", "1.5625", "0.7500", "0.6875"]
         times = fedweave_page.row("routings", "time to generate all answers")

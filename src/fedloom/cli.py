@@ -140,7 +140,12 @@ def evaluate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure loss and score of a trained model on files of rows."""
+    """Measure loss and score of a trained model on files of rows.
+
+    A known task's NAME (gsm8k, …) chooses its metric. Any other NAME is scored by exact match, up to case and white
+    space, of at most 64 generated tokens with a row's response, or any of its references.
+    """
+    from fedloom.evaluation.scores import scoring
     from fedloom.model import evaluate_files
     from fedloom.report.folder import is_routed
     from fedloom.terminal import TerminalObserver
@@ -158,7 +163,8 @@ def evaluate(
         _print_json(result)
         return
     routed = is_routed(model) or result["routing"] == "off"
-    table = Table(title=harmless(f"{model} · {result['routing']}" if routed else str(model)))
+    counted = harmless(scoring(files)) if result["score"] else None
+    table = Table(title=harmless(f"{model} · {result['routing']}" if routed else str(model)), caption=counted)
     for heading in ("task", "examples", "loss", "score"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for name in [*files, "macro"]:

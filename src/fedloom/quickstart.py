@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.config import Config, parse_config
+from fedloom.evaluation.scores import scoring
 from fedloom.report.folder import a_model, is_routed
 from fedloom.types import Plain
 
@@ -109,7 +110,8 @@ def _explain_scores(console: Console, metrics: dict[str, Plain], routed: bool) -
     before = metrics.get("before") or {}
     bare, start = before.get("loss_backbone", {}), before.get("loss", {})
     scores, old_scores = after.get("score", {}), before.get("score", {})
-    table = Table(title=f"Test rows, {mode} routing" if routed else "Test rows")
+    counted = Text(scoring(task for task in after["loss"] if task != "macro")) if scores else None
+    table = Table(title=f"Test rows, {mode} routing" if routed else "Test rows", caption=counted)
     for heading in ("task", "loss: backbone", "before round 1", "after", "score: backbone", "after"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task in after["loss"]:

@@ -205,11 +205,12 @@ def test_a_table_names_the_routing_where_there_is_one(
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
     Path("m/fedloom.json").write_text(json.dumps({"adapter": {"targets": ["q_proj"], "experts": experts}}))
-    measured = {"routing": mode, "examples": {"a": 1}, "loss": {"a": 1.0, "macro": 1.0}, "score": {}}
+    measured = {"routing": mode, "examples": {"a": 1}, "loss": {"a": 1.0, "macro": 1.0}, "score": {"a": 0.5}}
     monkeypatch.setattr("fedloom.model.evaluate_files", lambda folder, files, **options: measured)
     monkeypatch.setattr("fedloom.cli.console", Console(width=200))
     said = CliRunner().invoke(app, ["evaluate", "m", "--task", "a=a.jsonl"]).stdout
     assert said.splitlines()[0].strip() == f"m{title}"
+    assert "Score of a: exact match" in said
 
 
 def test_an_answer_and_an_error_are_not_folded_at_the_consoles_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fedloom.data.metrics import METRICS, score_each
 from fedloom.data.sources import Example
@@ -19,6 +19,23 @@ DEFAULT_NEW_TOKENS = 64
 def new_tokens(task: str) -> int:
     """Return the most tokens of an answer to a task's test rows."""
     return TASKS[task].max_new_tokens if task in TASKS else DEFAULT_NEW_TOKENS
+
+
+#: What each metric counts, in words.
+COUNTED = {
+    "number": "the right final number",
+    "letter": "the right letter",
+    "word": "the right first word",
+    "exact": "exact match up to case and white space",
+    "rouge": "the mean of ROUGE-1, ROUGE-2 and ROUGE-Lsum",
+}
+
+
+def scoring(tasks: Iterable[str]) -> str:
+    """Say what each task's score counts, and in how many tokens of an answer."""
+    metrics = {task: TASKS[task].metric if task in TASKS else "exact" for task in tasks}
+    said = (f"{task}: {COUNTED[metric]}, in at most {new_tokens(task)} tokens" for task, metric in metrics.items())
+    return f"Score of {'; '.join(said)}."
 
 
 def score_tasks(

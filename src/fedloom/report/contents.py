@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fedloom.data.tasks import TASKS
+from fedloom.evaluation.scores import scoring
 from fedloom.methods import METHODS
 from fedloom.report.figures import describe, loss_curve, traffic_bars, training_curve
 from fedloom.report.folder import Bucket, RunFolder, a_model, is_routed
@@ -86,6 +87,7 @@ def page_contents(run: RunFolder) -> dict[str, Any]:
         "clients": clients,
         "tasks": tasks,
         "macro": macro,
+        "scoring": visible(scoring(task.name for task in tasks)) if macro and macro.score is not None else "",
         "traded": any(set(r.get("weights", "?")) != {"examples"} for r in rounds),
         "personalised": run.metrics.get("personalised"),
         "start_differs": any(t.start != t.bare for t in tasks),
