@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import fedloom
 from fedloom.config import Config, parse_config
 from fedloom.errors import ConfigError
 from fedloom.experiment import run
@@ -81,6 +82,21 @@ def test_what_is_measured_during_the_rounds_does_not_change(
     run(config(backbone, SYNTHETIC), tmp_path / "out")
     with pytest.raises(ConfigError, match=r"written with another .*evaluation"):
         run(config(backbone, SYNTHETIC, **change), tmp_path / "out", resume=True)
+
+
+def test_a_run_takes_a_path_a_mapping_or_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Config] = []
+    monkeypatch.setattr("fedloom.experiment._run", lambda config, *_: ran.append(config))
+    plain = {"seed": 43, "data": {"clients": {"ann": "a.jsonl"}}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(plain))
+    monkeypatch.chdir(tmp_path)
+    for given in ("c.yaml", tmp_path / "c.yaml", plain, fedloom.load_config("c.yaml", ["seed=43"])):
+        fedloom.run(given, "out")
+    assert [c.seed for c in ran] == [43] * 4
+    assert {c.data.clients["ann"] for c in ran} == {str(tmp_path / "a.jsonl")}
+    with pytest.raises(ConfigError, match="a path, a mapping or a Config, not of type list"):
+        fedloom.run([plain], "other")  # type: ignore[arg-type]
+    assert not Path("other").exists()
 
 
 def test_epochs_that_the_most_steps_cut_short_are_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -236,7 +236,22 @@ class Config(RunSections):
         return method
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def config_of(given: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Return a configuration as it is, from its file, or from what such a file holds (paths are from this folder).
+
+    Raises:
+        ConfigError: see ``load_config``; or it is none of these.
+    """
+    if isinstance(given, Config):
+        return given
+    if isinstance(given, str | Path):
+        return load_config(given)
+    if isinstance(given, Mapping):
+        return parse_config(dict(given), base=Path())
+    raise ConfigError(f"a configuration is a path, a mapping or a Config, not of type {type(given).__name__}.")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a YAML file, with ``a.b=c`` overrides (values are YAML).
 
     Relative file names in ``data`` are relative to the configuration's folder.
@@ -244,6 +259,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: the file, a key or a value is wrong; unknown keys name the nearest known one.
     """
+    path = Path(path)
     plain = read_yaml(path)
     for override in overrides:
         override_key(plain, override)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -16,7 +17,7 @@ from fedloom.adapters.inject import default_targets, target_modules
 from fedloom.adapters.native import find_native
 from fedloom.adapters.native_mask import check_choosing
 from fedloom.backbones.load import Backbone, cache_dir, load_backbone
-from fedloom.config import BackboneConfig, Config
+from fedloom.config import BackboneConfig, Config, config_of
 from fedloom.errors import ConfigError
 from fedloom.export import save_model
 from fedloom.files import write_atomic, write_json
@@ -37,11 +38,17 @@ from fedloom.types import AdapterSpec, Memory, Plain, Setup, State, View
 from fedloom.workload import Data, Run, cut_epochs, load_data
 
 
-def run(config: Config, out: str | Path, *, resume: bool = False, observer: Observer | None = None) -> dict[str, Plain]:
+def run(
+    config: Config | Mapping[str, Any] | str | Path,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> dict[str, Plain]:
     """Train, evaluate and write everything to ``out``.
 
     Args:
-        config: see ``fedloom.config.load_config``.
+        config: the path of a YAML file, what such a file holds, or what ``fedloom.load_config`` returns.
         out: folder for ``config.yaml manifest.json rounds.jsonl metrics.json model/ report.html checkpoints/``. Without
             a global model there is ``models/<client>/`` in place of ``model/``.
         resume: go on from the newest checkpoint in ``out``.
@@ -53,7 +60,7 @@ def run(config: Config, out: str | Path, *, resume: bool = False, observer: Obse
     Raises:
         FedloomError: see the message; what was written before stays usable with ``resume``.
     """
-    out = Path(out)
+    config, out = config_of(config), Path(out)
     with alone(out, f"is writing this run, {out}. Wait for it, stop it, or give another --out."):
         return _run(config, out, resume, observer or Observer())
 
