@@ -35,7 +35,7 @@ from fedloom.runtime.loop import cohort_size, federate
 from fedloom.runtime.memory import Memories, MemoryFolder
 from fedloom.runtime.simulate import Simulator
 from fedloom.types import AdapterSpec, Memory, Plain, Setup, State, View
-from fedloom.workload import Data, Run, cut_epochs, load_data
+from fedloom.workload import Data, Run, check_replies, cut_epochs, load_data, read_data
 
 
 def run(
@@ -71,8 +71,10 @@ def _run(config: Config, out: Path, resume: bool, observer: Observer) -> dict[st
         raise ConfigError(f"{out} already holds a run. Give --resume to go on with it, or another --out.")
     resumed = resume and bool(CheckpointFolder(out / "checkpoints", {}).rounds())
     method = config.build_method()
+    found = read_data(config)
+    check_replies(config, 1 if method.pooled else len(found.clients))
     backbone = backbone_of(config.backbone)
-    data = load_data(config, backbone, observer, pooled=method.pooled)
+    data = load_data(config, found, backbone, observer, pooled=method.pooled)
     method.check_clients(sorted(data.clients))
     if cut := cut_epochs(config.training.ordered(), data.sizes):
         observer.say(cut)

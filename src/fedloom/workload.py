@@ -21,6 +21,7 @@ from fedloom.evaluation.scores import new_tokens
 from fedloom.methods.base import Method
 from fedloom.runtime.client import Rows, Workbench
 from fedloom.runtime.events import Observer
+from fedloom.runtime.loop import cohort_size
 from fedloom.runtime.memory import check_client_name
 from fedloom.types import Plain, Training
 
@@ -52,18 +53,22 @@ class Run:
     data: Data
 
 
-def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled: bool = False) -> Data:
-    """Read, draw and encode all rows; say what was left out.
+class Found(NamedTuple):
+    """Rows as they stand in files or were drawn, by client and by test task, and where they came from."""
 
-    Args:
-        pooled: train all rows as those of one client, in client order.
+    clients: Mapping[str, Sequence[Example]]
+    test: Mapping[str, Sequence[Example]]
+    record: dict[str, Plain]
+
+
+def read_data(config: Config) -> Found:
+    """Read or draw all rows. It needs no backbone, so that their faults are said before one is loaded.
 
     Raises:
-        DataError: a file or a row is wrong, or there is nothing to train on.
-        ConfigError: the backbone has too few positions, or the rows cannot tell what ``evaluation.personalised`` asks.
+        DataError: a file or a row is wrong.
+        ConfigError: a client's name cannot be one.
     """
     data = config.data
-    check_length(backbone, data.max_length, observer.say)
     if data.benchmark is not None or data.synthetic is not None:
         if data.benchmark is not None:
             drawn = build_benchmark(seed=config.seed, **data.benchmark.model_dump())
@@ -80,13 +85,47 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
             left_out[name] = dict(counts)
         test = read_tests(data.test, data.strict)
         record = {"clients": data.clients, "test": data.test, "rows": left_out}
-    rows, train = {}, {}
-    for name, examples in clients.items():
+    for name in clients:
         check_client_name(name)
+    return Found(clients, test, record)
+
+
+def check_replies(config: Config, clients: int) -> None:
+    """Refuse a least number of replies that no round of so many clients can have.
+
+    With privacy a round may ask fewer, and the least is then what it asks (``answers.judge``).
+
+    Raises:
+        ConfigError: a round asks fewer clients than ``federation.min_replies``.
+    """
+    federation = config.federation
+    asked = cohort_size(clients, federation.participation)
+    if federation.rounds and config.privacy is None and federation.min_replies > asked:
+        raise ConfigError(
+            f"federation.min_replies is {federation.min_replies}, but a round asks {asked} of {clients} clients: set "
+            f"it to {asked} or less."
+        )
+
+
+def load_data(config: Config, found: Found, backbone: Backbone, observer: Observer, *, pooled: bool = False) -> Data:
+    """Encode all rows; say what was left out.
+
+    Args:
+        found: what ``read_data`` returned.
+        pooled: train all rows as those of one client, in client order.
+
+    Raises:
+        DataError: a row gives nothing to learn, under ``data.strict``, or none does.
+        ConfigError: the backbone has too few positions, or the rows cannot tell what ``evaluation.personalised`` asks.
+    """
+    data = config.data
+    check_length(backbone, data.max_length, observer.say)
+    rows, train = {}, {}
+    for name, examples in found.clients.items():
         rows[name], train[name], _ = encode_rows(name, examples, backbone, data.max_length, observer, data.strict)
         if not len(rows[name]):
             observer.say(f"{name} holds no usable example: it takes no part and has weight 0.")
-    tests = encode_tests(test, backbone, data.max_length, observer, config.evaluation.limit, data.strict)
+    tests = encode_tests(found.test, backbone, data.max_length, observer, config.evaluation.limit, data.strict)
     train, measured = dict(sorted(train.items())), dict(sorted(tests.examples.items()))
     by_label = data.benchmark is not None and data.benchmark.skew == "label"
     mixes = {name: _mix([kind_of(example, by_label) for example in found]) for name, found in train.items()}
@@ -98,7 +137,7 @@ def load_data(config: Config, backbone: Backbone, observer: Observer, *, pooled:
         kinds=_kinds(measured, by_label),
         test=dict(sorted(tests.rows.items())),
         test_examples=measured,
-        manifest=record | {"test_rows_too_long": tests.too_long},
+        manifest=found.record | {"test_rows_too_long": tests.too_long},
     )
     if not any(map(len, result.clients.values())):
         raise DataError("no client holds a usable example, so there is nothing to train on.")

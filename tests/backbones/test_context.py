@@ -29,7 +29,7 @@ from fedloom.model import LoadedModel, evaluate_files
 from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import AdapterSpec
-from fedloom.workload import load_data
+from fedloom.workload import load_data, read_data
 from small_world import small_backbone, small_llama, small_switch, small_tokenizer
 
 #: "### Instruction:\n…\n\n### Response:\n" around a prompt, one id per byte.
@@ -80,7 +80,8 @@ def loaded(folder: Path, backbone: Backbone, prompt: int = 5, **plain: Any) -> l
     length = {"max_length": plain.pop("max_length")}
     data = {"clients": {"ann": str(file)}, "test": {"mine": str(file)}} | length
     observer = Mock(spec=Observer)
-    load_data(parse_config({"data": data, **plain}), backbone, observer)
+    config = parse_config({"data": data, **plain})
+    load_data(config, read_data(config), backbone, observer)
     return [call.args[0] for call in observer.say.call_args_list]
 
 

@@ -162,6 +162,12 @@ def test_where_every_cell_fails_the_reason_and_the_log_are_named(
     assert done.stdout == ("" if quiet else "0 of 1 cells are done; 0 files written.\n")
 
 
+def test_a_dry_run_misses_a_file_that_is_not_there(suite: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", str(suite), "--out", str(tmp_path / "out"), "--dry-run"])
+    assert done.exit_code == 1
+    assert f"broken_s1: {suite.parent / 'nowhere.jsonl'}: no such file" in done.stderr
+
+
 @pytest.mark.parametrize("change", ["other", "gone"])
 def test_results_of_another_suite_are_refused_whatever_is_to_run(
     change: str, suite: Path, finished: tuple[Path, list[Progress]], tmp_path: Path

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.bench.dry import dry_table
+from fedloom.bench.dry import check_files, dry_table
 from fedloom.bench.outputs import write_outputs
 from fedloom.bench.runner import Progress, run_cells
 from fedloom.bench.suite import load_suite, selected
@@ -47,6 +47,7 @@ def bench_command(
     suite, cells = load_suite(path)
     chosen = selected(cells, only, path)
     if dry_run:
+        check_files(chosen)
         console.print(dry_table(chosen))
         return True
     if (out / "results.jsonl").exists() and not resume:

@@ -58,6 +58,19 @@ class Forecast:
     hours: float
 
 
+def check_files(cells: Sequence[Cell]) -> None:
+    """Refuse cells whose own files of rows are not there.
+
+    Raises:
+        DataError: naming the first cell and file.
+    """
+    for cell in cells:
+        data = cell.config.data
+        for path in (*data.clients.values(), *data.test.values()):
+            if not Path(path).is_file():
+                raise DataError(f"{cell.name}: {path}: no such file. Check the path.")
+
+
 def forecast(cell: Cell) -> Forecast:
     """Build a cell's model on the meta device and count.
 
