@@ -35,6 +35,16 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "round-000003").iterdir()) == ["checkpoint.json", "state.safetensors"]
 
 
+def test_what_differs_from_the_start_is_named_with_both_values(tmp_path: Path) -> None:
+    then = {"federation": {"rounds": 2, "wire": "none"}, "data": {"benchmark": None}, "rows": "a" * 64, "seed": 1}
+    now = {"federation": {"rounds": 3, "wire": "none"}, "data": {"benchmark": {}}, "rows": "b" * 64, "seed": 1}
+    CheckpointFolder(tmp_path, then).commit(at(1))
+    with pytest.raises(ConfigError) as refused:
+        CheckpointFolder(tmp_path, now).load(1)
+    said = "another federation.rounds (2, now 3), data.benchmark (null, now {}), rows: resume with"
+    assert said in str(refused.value)
+
+
 def test_the_two_newest_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, {})
     assert folder.rounds() == []

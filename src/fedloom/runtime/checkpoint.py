@@ -93,10 +93,9 @@ class CheckpointFolder:
         found = self._description(round)
         then = found["identity"] | _measured_during(found["identity"])
         if then != self.identity:
-            different = [k for k in then | self.identity if then.get(k) != self.identity.get(k)]
             raise ConfigError(
-                f"{self.folder} was written with another {', '.join(different)}: resume with the configuration that "
-                "started the run, or give another --out."
+                f"{self.folder} was written with another {', '.join(_differences(then, self.identity))}: resume with "
+                "the configuration that started the run, or give another --out."
             )
         return Checkpoint(self.state(round), found["memories"], tuple(found.get("joined", ())))
 
@@ -122,6 +121,19 @@ class CheckpointFolder:
             f"{path} is missing or damaged: {why}. Remove the folder {path.parent}: --resume then goes on from another "
             "checkpoint, or from the start if there is none."
         )
+
+
+def _differences(then: Plain, now: Plain, key: str = "") -> list[str]:
+    """Return each dotted key whose values differ, with both; of hashes, which say nothing to a person, only the key."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        inner = {k: f"{key}.{k}" if key else k for k in then | now}
+        return [said for k, path in inner.items() for said in _differences(then.get(k), now.get(k), path)]
+    if then == now:
+        return []
+    if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) for value in (then, now)):
+        return [key]
+    was, is_now = (json.dumps(value, ensure_ascii=False) for value in (then, now))
+    return [f"{key} ({was}, now {is_now})"]
 
 
 def _measured_during(identity: dict[str, Plain]) -> dict[str, Plain]:
