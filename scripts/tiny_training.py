@@ -1,4 +1,4 @@
-"""What the scripts that train the shipped tiny models share: rows, learning rate, checkpoints, folder writing.
+"""What the scripts that train the shipped tiny models share: rows, options, learning rate, checkpoints, folder writing.
 
 Data: gsm8k train rows 0..4972 and mmlu (validation, dev, test), all under the MIT licence. Later gsm8k train rows, and
 the gsm8k test file, are kept for the federated benchmark and are never read here.
@@ -15,20 +15,23 @@ import os
 import platform
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+import transformers
+import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fedloom.errors import BackboneError, DataError
+from fedloom.errors import BackboneError, DataError, FedloomError
 
 FLOOR, WARMUP, WEIGHT_DECAY, CLIP = 0.05, 100, 0.1, 1.0
 GSM8K_ROWS, GSM8K_HELD_OUT = 4973, 4700  # rows 4700..4972 are held out, rows from 4973 on are never used
@@ -36,6 +39,36 @@ MMLU_HELD_OUT = 50  # one question in fifty
 CHECKPOINT_EVERY = 200
 Row = dict[str, Any]
 Item = TypeVar("Item")
+
+Data = Annotated[Path, typer.Option(help="Folder with gsm8k/ and mmlu/.")]
+Out = Annotated[Path, typer.Option(help="Folder of the finished model.")]
+Minutes = Annotated[float, typer.Option(help="Training time to aim at; ignored with --steps.")]
+Steps = Annotated[int | None, typer.Option(help="Exact number of steps, for a repeatable run.")]
+Threads = Annotated[int, typer.Option(help="CPU threads.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, order and examples.")]
+Work = Annotated[Path, typer.Option(help="Folder of the checkpoint.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --work.")]
+
+
+def command(main: Callable[..., None]) -> None:
+    """Run a script's ``main`` with the options given; what goes wrong is said in one line."""
+    try:
+        typer.run(main)
+    except FedloomError as error:
+        sys.exit(str(error))
+
+
+def repeatable(threads: int) -> None:
+    """Compute the same bits in every run, and let ``transformers`` say nothing."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return what tells one tokenizer from another."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def read_rows(path: Path, limit: int | None = None) -> list[Row]:

@@ -8,15 +8,12 @@ also when it was interrupted and resumed.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import platform
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import transformers
@@ -25,21 +22,32 @@ from tiny_training import (
     GSM8K_HELD_OUT,
     GSM8K_ROWS,
     MMLU_HELD_OUT,
+    Data,
+    Minutes,
+    Out,
     Progressed,
+    Resume,
     Row,
+    Seed,
+    Steps,
+    Threads,
+    Work,
+    command,
     cpu_name,
+    digest,
     epoch_tokens,
     export,
     load_split,
     make_optimizer,
     render,
+    repeatable,
     train,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fedloom.errors import BackboneError, FedloomError
+from fedloom.errors import BackboneError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 VOCABULARY, POSITIONS = 4096, 1024
@@ -210,23 +218,19 @@ def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="Folder with gsm8k/ and mmlu/.")],
-    out: Annotated[Path, typer.Option(help="Folder of the finished model.")],
-    minutes: Annotated[float, typer.Option(help="Training time to aim at; ignored with --steps.")] = 25.0,
-    steps: Annotated[int | None, typer.Option(help="Exact number of steps, for a repeatable run.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and wording.")] = 0,
-    work: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("runs/tiny-backbone"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --work.")] = False,
+    data: Data,
+    out: Out,
+    minutes: Minutes = 25.0,
+    steps: Steps = None,
+    threads: Threads = 1,
+    seed: Seed = 0,
+    work: Work = Path("runs/tiny-backbone"),
+    resume: Resume = False,
 ) -> None:
     """Train the tiny backbone and write it, with its model card, to OUT."""
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    repeatable(threads)
     rows, held_out = load_split(data)
     tokenizer = train_tokenizer(render(row, random.Random(f"{seed}:{i}")) for i, row in enumerate(rows))
-    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     model = build_model(tokenizer, seed)
     run = train(
         model,
@@ -236,7 +240,7 @@ def main(
         PEAK_LR,
         work,
         seed=seed,
-        tokenizer=digest,
+        tokenizer=digest(tokenizer),
         steps=steps,
         minutes=minutes,
         resume=resume,
@@ -254,7 +258,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except FedloomError as error:
-        sys.exit(str(error))
+    command(main)

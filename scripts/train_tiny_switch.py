@@ -13,12 +13,10 @@ anew, or leave it out.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
 import platform
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +44,23 @@ from tiny_training import (
     GSM8K_HELD_OUT,
     GSM8K_ROWS,
     MMLU_HELD_OUT,
+    Data,
+    Minutes,
+    Out,
     Progressed,
+    Resume,
     Row,
+    Seed,
+    Steps,
+    Threads,
+    Work,
+    command,
     cpu_name,
+    digest,
     export,
     load_split,
     make_optimizer,
+    repeatable,
     train,
 )
 from torch.nn import functional as F
@@ -63,7 +72,7 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from fedloom.errors import BackboneError, FedloomError
+from fedloom.errors import BackboneError
 
 WIDTH, EXPERTS, CAPACITY = 128, 16, 64
 SIZE, SPREAD = 0.1, 0.03  # root mean square of embeddings and of matrices at the start
@@ -324,21 +333,18 @@ def check(model: SwitchTransformersForConditionalGeneration, batch: Batch, folde
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="Folder with gsm8k/ and mmlu/.")],
-    out: Annotated[Path, typer.Option(help="Folder of the finished model.")],
+    data: Data,
+    out: Out,
     tokenizer: Annotated[Path, typer.Option(help="Folder of the tiny backbone.")] = Path("src/fedloom/assets/tiny"),
-    minutes: Annotated[float, typer.Option(help="Training time to aim at; ignored with --steps.")] = 30.0,
-    steps: Annotated[int | None, typer.Option(help="Exact number of steps, for a repeatable run.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and tasks.")] = 0,
-    work: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("runs/tiny-switch"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --work.")] = False,
+    minutes: Minutes = 30.0,
+    steps: Steps = None,
+    threads: Threads = 1,
+    seed: Seed = 0,
+    work: Work = Path("runs/tiny-switch"),
+    resume: Resume = False,
 ) -> None:
     """Train the tiny Switch Transformer and write it, with its model card, to OUT."""
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    repeatable(threads)
     rows, held_out = load_split(data)
     words = extend(tokenizer)
     before, _, _ = measure(build_model(words, seed), words, held_out)
@@ -351,7 +357,7 @@ def main(
         PEAK_LR,
         work,
         seed=seed,
-        tokenizer=hashlib.sha256(words.backend_tokenizer.to_str().encode()).hexdigest(),
+        tokenizer=digest(words),
         steps=steps,
         minutes=minutes,
         resume=resume,
@@ -365,7 +371,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except FedloomError as error:
-        sys.exit(str(error))
+    command(main)
