@@ -378,6 +378,14 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         load_model(tmp_path / "none")
 
 
+@pytest.mark.parametrize("inside", ["model", "models/ann"])
+def test_a_runs_folder_in_place_of_its_model_is_told(inside: str, tmp_path: Path) -> None:
+    (tmp_path / inside).mkdir(parents=True)
+    (tmp_path / inside / "fedloom.json").write_text("{}")
+    with pytest.raises(ModelFolderError, match=rf"no fedloom\.json\. Did you mean {tmp_path / inside}\?"):
+        load_model(tmp_path)
+
+
 # --- Measuring ------------------------------------------------------------------------------------------------------
 
 

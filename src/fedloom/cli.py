@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.errors import ConfigError, FedloomError
+from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.flower_cli import flower_commands
 from fedloom.version import __version__
 
@@ -374,9 +374,11 @@ def check(
     reports = [check_file(path, tokenizer, max_length) for path in files]
     if as_json:
         _print_json([report.to_plain() for report in reports])
-        return
-    for report in reports:
-        tell(str(report))
+    else:
+        for report in reports:
+            tell(str(report))
+    if useless := [report.file for report in reports if not report.usable]:
+        raise DataError(f"no row of {', '.join(useless)} is usable: there is nothing to train on.")
 
 
 def _print_json(value: Any) -> None:

@@ -314,7 +314,23 @@ def _explain(error: Any, model: type[BaseModel], sections: tuple[str, ...]) -> s
         return f"unknown key {path!r}.{nearest(place[-1], _known_keys(model, place[:-1]))}"
     if error["type"] == "missing":
         return f"{path!r} is missing."
+    if error["type"] == "string_type" and place[-1] == "[key]":
+        return (
+            f"a name in {'.'.join([*sections, *place[:-2]])!r} is {error['input']!r}, and not text: YAML reads no, "
+            'yes, on, off, numbers and dates as something else. Put it in quotes, "…".'
+        )
+    if place and (advice := _as_section(error["type"], place[-1], error["input"], _known_keys(model, place))):
+        return f"{path!r} is {error['input']!r}: {advice}."
     return f"{path!r} is {error['input']!r}: {error['msg'].removeprefix('Value error, ')}."
+
+
+def _as_section(kind: str, last: str, given: Any, keys: Sequence[str]) -> str:
+    """Return what to write in place of a value that should be a section or a mapping; empty for other faults."""
+    value = given if isinstance(given, str) else "…"
+    if kind == "model_type":
+        inside = f"name: {value}" if "name" in keys else f"{keys[0]}: …"
+        return f"write its keys as a section, {last}: {{{inside}}}"
+    return f"write a name before each value, {last}: {{NAME: {value}}}" if kind == "dict_type" else ""
 
 
 def _known_keys(model: Any, sections: Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ from fedloom.evaluation.generate import greedy
 from fedloom.evaluation.losses import loss_per_task
 from fedloom.evaluation.scores import new_tokens, score_tasks
 from fedloom.export import FORMAT
+from fedloom.report.folder import a_model
 from fedloom.runtime.client import Workbench
 from fedloom.runtime.events import Observer
 from fedloom.types import AdapterSpec, Plain, Tensors
@@ -281,7 +282,9 @@ def _is_provenance(known: Any) -> bool:
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / "fedloom.json"
     if not path.is_file():
-        raise ModelFolderError(f"{folder} is not a fedloom model: it has no fedloom.json.")
+        inside = a_model(folder)
+        hint = f" Did you mean {inside}?" if (inside / "fedloom.json").is_file() else ""
+        raise ModelFolderError(f"{folder} is not a fedloom model: it has no fedloom.json.{hint}")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

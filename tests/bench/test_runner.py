@@ -143,6 +143,7 @@ def test_the_command_writes_tables_and_a_report(suite: Path, finished: tuple[Pat
     assert "<quick>" not in (out / "report.html").read_text()
     nothing = CliRunner().invoke(app, ["bench", str(suite), "--out", str(out), "--resume", "--only", "zzz"])
     assert nothing.exit_code == 1
+    assert "Known: broken_s1, fedit_s1, local_s1. --dry-run lists all." in nothing.stderr
 
 
 @pytest.mark.parametrize("quiet", [[], ["--quiet"]])
@@ -166,6 +167,12 @@ def test_a_dry_run_misses_a_file_that_is_not_there(suite: Path, tmp_path: Path) 
     done = CliRunner().invoke(app, ["bench", str(suite), "--out", str(tmp_path / "out"), "--dry-run"])
     assert done.exit_code == 1
     assert f"broken_s1: {suite.parent / 'nowhere.jsonl'}: no such file" in done.stderr
+
+
+def test_a_dry_run_names_the_cells(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.bench.command.dry_table", lambda cells: "")
+    arguments = ["bench", str(suite), "--out", str(tmp_path / "out"), "--dry-run", "--only", "fedit", "--only", "local"]
+    assert "Cells: fedit_s1, local_s1." in CliRunner().invoke(app, arguments).stdout
 
 
 @pytest.mark.parametrize("change", ["other", "gone"])

@@ -108,6 +108,17 @@ def test_check_prints_counts_and_no_text(tmp_path: Path) -> None:
     assert "secret" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_check_refuses_a_file_of_which_no_row_is_usable(as_json: list[str], tmp_path: Path) -> None:
+    good, empty = rows(tmp_path / "good.jsonl", [("a", "b")]), rows(tmp_path / "empty.jsonl", [("a", ""), ("", "b")])
+    done = CliRunner().invoke(app, ["check", str(good), str(empty), *as_json])
+    assert done.exit_code == 1
+    assert "no row of empty.jsonl is usable" in done.stderr
+    assert "good.jsonl" in done.stdout
+    if as_json:
+        assert [report["usable"] for report in json.loads(done.stdout)] == [1, 0]
+
+
 def test_a_run_writes_what_the_contract_names(run_folder: Path) -> None:
     out = run_folder / "out"
     names = {"config.yaml", "manifest.json", "rounds.jsonl", "metrics.json", "model", "report.html", "checkpoints"}

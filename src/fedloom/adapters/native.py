@@ -157,7 +157,8 @@ def find_native(model: nn.Module) -> NativeModel:
     if family not in ROUTERS:
         raise AdapterError(
             f"No native experts are known in {family or type(inner).__name__!r} models, only in "
-            f"{', '.join(ROUTERS)}. Other models get LoRA experts from graft()."
+            f"{', '.join(ROUTERS)}. Take such a backbone, or leave adapter.native out and take a method of "
+            "LoRA experts (fedweave)."
         )
     layers = []
     for name, module in inner.named_modules():

@@ -49,6 +49,7 @@ def bench_command(
     if dry_run:
         check_files(chosen)
         console.print(dry_table(chosen))
+        console.print(Text(f"Cells: {', '.join(cell.name for cell in chosen)}."), soft_wrap=True)
         return True
     if (out / "results.jsonl").exists() and not resume:
         raise ConfigError(f"{out} already holds results. Give --resume to go on with them, or another --out.")

@@ -158,7 +158,8 @@ def selected(cells: Sequence[Cell], only: Sequence[str], path: Path) -> list[Cel
     """
     found = [cell for cell in cells if cell.name.startswith(tuple(only))] if only else list(cells)
     if not found:
-        raise ConfigError(f"--only {' '.join(only)} fits no cell of {path}.")
+        names = nearest(only[0], [cell.name for cell in cells])
+        raise ConfigError(f"--only {' '.join(only)} fits no cell of {path}.{names} --dry-run lists all.")
     return found
 
 
