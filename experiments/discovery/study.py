@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from fedloom.methods.discovery import DiscoveryOptions, find_buckets
 
 from fedloom.backbones.features import batches_by_length, layer_index
 from fedloom.backbones.load import Backbone, load_backbone
 from fedloom.data.partition import build_benchmark
 from fedloom.data.tokenize import encode
 from fedloom.evaluation.alignment import ari, nmi, purity
+from fedloom.methods.discovery import DiscoveryOptions, find_buckets
 from fedloom.numerics.seeding import derive_seed
 
 HERE = Path(__file__).resolve().parent

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 
+from byte_tokenizer import byte_tokenizer
 from fedloom.data.tokenize import encode_prompt, end_token_id
 from fedloom.errors import DataError
 

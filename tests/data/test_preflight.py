@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 
+from byte_tokenizer import byte_tokenizer
 from fedloom.data.preflight import check_file
 from fedloom.data.tokenize import encode_prompt
 from fedloom.errors import DataError

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from byte_tokenizer import CHATML, byte_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from byte_tokenizer import CHATML, byte_tokenizer
 from fedloom.data.sources import Example, conversation
 from fedloom.data.tokenize import (
     Encoded,
