@@ -135,6 +135,26 @@ class Payload:
     down: int
 
 
+def check_asked(method: str, experts: int | None, rank: int | None, native: str | None) -> None:
+    """Refuse what ``budget`` would not look at; None stands for what nobody gave.
+
+    Raises:
+        ConfigError: a number of experts where the backbone has its own, ``native`` where LoRA experts are trained, or a
+            rank where there is no LoRA.
+    """
+    if method not in METHODS:
+        return  # ``budget`` names the known ones
+    kind = METHODS[method]
+    if not kind.native and native is not None:
+        raise ConfigError(f"--native is {native!r}, but {kind.title} trains LoRA experts of its own: leave it out.")
+    if native not in (None, "full", "lora"):
+        raise ConfigError(f"--native is {native!r}: give full or lora.")
+    if kind.native and experts is not None:
+        raise ConfigError(f"{kind.title} trains the experts that the backbone has: leave --experts out.")
+    if kind.native and native != "lora" and rank is not None:
+        raise ConfigError(f"{kind.title} trains whole experts, without a rank: leave --rank out, or add --native lora.")
+
+
 def budget(
     backbone: str,
     method: str,
@@ -279,7 +299,7 @@ def _native_budget(backbone: str, name: str, method: Method, model: Any, rank: i
         raise ConfigError(f"{method.title} trains a model's own experts. {error}") from error
     layer, whole = native.layers[0].experts, sum(p.numel() for p in model.parameters())
     with torch.device("meta"):
-        slots = graft_expert_lora(model, rank, 1.0).slots() if rank else native.slots()
+        slots = graft_expert_lora(model, rank, 1.0, train_routers=True).slots() if rank else native.slots()
     sizes = {name: slot.value.numel() for name, slot in slots.items()}
     client = held(method, sizes)
     experts = sum(n for name, n in sizes.items() if name.startswith("experts/"))

@@ -285,27 +285,34 @@ def budget(
         str, typer.Option(help="llama-3.2-3b, gemma-2-2b, switch-base-16, smollm2-135m, tiny, a folder.")
     ],
     method: Annotated[str, typer.Option(help="A method's name.")] = "fedweave",
-    experts: Annotated[int, typer.Option(min=1, max=4096, help="Number of experts.")] = 4,
+    experts: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Number of LoRA experts; default: 4.", show_default=False)
+    ] = None,
     rank: Annotated[
         int | None, typer.Option(min=1, max=65536, help="Rank per expert; default: the method's own.")
+    ] = None,
+    native: Annotated[
+        str | None, typer.Option(help="Train a backbone's own experts by 'full' (default) or by 'lora' on each.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count parameters and bytes from the architecture alone; nothing is downloaded."""
     from fedloom.budget import budget as count
+    from fedloom.budget import check_asked
 
-    found = count(backbone, method, experts, rank)
+    check_asked(method, experts, rank, native)
+    found = count(backbone, method, experts or 4, rank, native=native or "full")
     if as_json:
         _print_json(found.to_plain())
         return
-    native = found.rank == 0  # the whole backbone is trained, so nothing of it is frozen
-    each = "experts in each mixture layer, trained whole" if native else f"× rank {found.rank}"
+    whole = found.rank == 0  # the whole backbone is trained, so nothing of it is frozen
+    each = "experts in each mixture layer, trained whole" if whole else f"× rank {found.rank}"
     table = Table(title=harmless(f"{method} on {backbone}: {found.experts} {each}"), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for label, value in (
         ("expert parameters, kept by the server", found.lora),
-        (f"{'all other' if native else 'router'} parameters, kept by the server", found.router),
+        (f"{'all other' if whole else 'router'} parameters, kept by the server", found.router),
         ("in all", found.total),
         ("trained by a client in a round", found.trained),
         ("bytes up per client and round (float32)", 4 * found.up),
@@ -313,7 +320,7 @@ def budget(
         ("signature values per bucket", found.signature),
         ("signature bytes per bucket", 4 * found.signature),
         ("probe: bytes up per bucket (signature and the other factor)", 4 * found.probe),
-        ("frozen backbone parameters", 0 if native else found.backbone_parameters),
+        ("frozen backbone parameters", 0 if whole else found.backbone_parameters),
     ):
         table.add_row(label, f"{value:,}")
     console.print(table)

@@ -145,7 +145,7 @@ def test_two_labels_with_one_title_stand_apart(monkeypatch):
 
 def test_forecast_of_loras_on_experts():
     found = forecast(cell("lora"))
-    assert found.trainable == SPARSE * EXPERTS * 2 * 4 * (WIDTH + INNER)
+    assert found.trainable == SPARSE * EXPERTS * (2 * 4 * (WIDTH + INNER) + WIDTH)  # routers are trained whole
     assert found.frozen == SPARSE * EXPERTS * EXPERT + ATTENTION + REST
 
 

@@ -101,6 +101,29 @@ def test_budget_of_a_model_that_is_trained_whole_freezes_nothing(monkeypatch: py
     assert lines["all other parameters, kept by the server"] == "1,181,952"
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["fcmoe", "--experts", "8"], "FC-MoE trains the experts that the backbone has: leave --experts out."),
+        (["fcmoe", "--rank", "8"], "without a rank: leave --rank out, or add --native lora."),
+        (["fcmoe", "--native", "half"], "--native is 'half': give full or lora."),
+        (["fedit", "--native", "lora"], "--native is 'lora', but FedIT trains LoRA experts of its own"),
+    ],
+)
+def test_budget_refuses_what_it_would_not_count(options: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["budget", "--backbone", "tiny-switch", "--method", *options])
+    assert done.exit_code == 1
+    assert says in done.stderr
+
+
+def test_budget_counts_loras_on_a_models_own_experts() -> None:
+    """A LoRA of rank 2 on both 128 × 160 matrices of each of 3 · 16 experts; routers are trained beside them."""
+    options = ["--backbone", "tiny-switch", "--method", "fcmoe", "--native", "lora", "--rank", "2", "--json"]
+    found = json.loads(CliRunner().invoke(app, ["budget", *options]).stdout)
+    assert found["lora"] == 3 * 16 * 2 * 2 * (128 + 160)
+    assert found["router"] == 3 * 16 * 128
+
+
 def test_check_prints_counts_and_no_text(tmp_path: Path) -> None:
     done = fedloom("check", rows(tmp_path / "x.jsonl", [("a secret question", "yes"), ("b", "")]), "--json")
     (report,) = json.loads(done.stdout)

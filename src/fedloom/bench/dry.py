@@ -91,7 +91,8 @@ def forecast(cell: Cell) -> Forecast:
     if adapter.native:
         with torch.device("meta"):
             full = adapter.native == "full"
-            slots = find_native(model).slots() if full else graft_expert_lora(model, rank, adapter.alpha).slots()
+            named = find_native(model) if full else graft_expert_lora(model, rank, adapter.alpha, train_routers=True)
+            slots = named.slots()
         sizes = {name: slot.value.numel() for name, slot in slots.items()}
         count = held(method, sizes)
         optimised = sum(sizes.values())  # experts that are stacked in one Parameter have moments, held or not
