@@ -280,6 +280,34 @@ def test_training_mode_leaves_the_backbone_s_own_dropout_off(
     assert torch.equal(grafted.model(token_ids).logits, evaluated)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_m3_gradient_checkpointing_with_a_frozen_base_moves_every_b(
+    tiny, token_ids, name: str, reentrant: bool
+) -> None:
+    """A frozen block computes as in evaluation, in which ``transformers`` does not checkpoint: no gradient is lost."""
+
+    def after_a_step(checkpointed: bool) -> dict[str, torch.Tensor]:
+        model = tiny(name)
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        targets = ("q_proj", "v_proj") if name == "opt" else default_targets(model.config)
+        grafted = graft(model, AdapterSpec(targets, rank=3, alpha=6.0, dropout=0.1))
+        grafted.train()
+        torch.manual_seed(0)
+        model(token_ids, labels=token_ids).loss.backward()
+        torch.optim.SGD(grafted.expert_parameters(), lr=1.0).step()
+        return grafted.read()
+
+    moved = after_a_step(True)
+    second = [tensor for key, tensor in moved.items() if key.endswith("lora_B")]
+    assert len(second) == len(moved) / 2
+    assert all(tensor.any() for tensor in second)
+    plain = after_a_step(False)
+    assert moved.keys() == plain.keys()
+    assert all(torch.equal(moved[key], plain[key]) for key in plain)
+
+
 def test_m4_bf16_base_trains_float32_experts_under_a_grad_scaler(tiny, token_ids) -> None:
     model = tiny("llama", torch.bfloat16)
     grafted = graft(model, SPEC)
