@@ -81,7 +81,7 @@ def _is_record(found: Plain) -> bool:
     spent = {"epsilon": None, "noise_to_signal": None, "delta": 0} if found.get("privacy") is None else found["privacy"]
     if not isinstance(spent, dict) or type(spent.get("delta")) not in (int, float):
         return False
-    spendings = [spent.get(key, "") for key in ("epsilon", "noise_to_signal")]
+    spendings = [spent.get("epsilon", ""), spent.get("noise_to_signal")]  # a probe has no signal to measure noise by
     return (
         all(map(_is_count, counts))
         and all(isinstance(text, str) for text in texts)
