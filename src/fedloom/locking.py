@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def refuse_link(path: Path) -> None:
             f"{path} is a symbolic link, and what is written there would go elsewhere. Remove it, or give another "
             "folder."
         )
+
+
+def remove_own(folder: Path, own: re.Pattern[str], but: Collection[str] = ()) -> None:
+    """Delete what bears a name of ``own`` in a folder, and no other file; of a link, the link.
+
+    Raises:
+        ConfigError: the folder is a link to elsewhere.
+    """
+    refuse_link(folder)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name not in but and own.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
+            path.unlink()
 
 
 #: Folders below a run's that it writes and empties. The run's own may be a link: people keep runs on other disks.

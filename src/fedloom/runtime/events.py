@@ -78,7 +78,7 @@ def _is_record(found: Plain) -> bool:
     counts += [late.get(key, 0) for late in joined.values() for key in ("examples", *_BYTES)]
     counts += [*weights.values(), *(count for by in shares.values() for count in by.values())]
     texts = [*absent, *quarantined.values()]
-    spent = {"epsilon": None, "noise_to_signal": None, "delta": 0} if found.get("privacy") is None else found["privacy"]
+    spent = {"epsilon": None, "delta": 0} if found.get("privacy") is None else found["privacy"]
     if not isinstance(spent, dict) or type(spent.get("delta")) not in (int, float):
         return False
     spendings = [spent.get("epsilon", ""), spent.get("noise_to_signal")]  # a probe has no signal to measure noise by

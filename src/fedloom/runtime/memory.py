@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedloom.errors import ConfigError, DataError, UpdateRejected
 from fedloom.files import write_atomic
-from fedloom.locking import refuse_link
+from fedloom.locking import remove_own
 from fedloom.runtime.wire import decode, encode
 from fedloom.types import Plain, Tensors
 
@@ -75,11 +75,7 @@ class MemoryFolder:
         Raises:
             ConfigError: the folder is a link to elsewhere.
         """
-        refuse_link(self.folder)
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if path.name not in versions and _OWN.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
-                    path.unlink()
+        remove_own(self.folder, _OWN, versions)
 
 
 class Memories(Mapping[str, ClientMemory]):

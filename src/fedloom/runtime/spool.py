@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fedloom.locking import refuse_link
+from fedloom.locking import remove_own
 
 _OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(safetensors|secure)")
 
@@ -16,11 +16,8 @@ def empty_spool(spool: Path) -> None:
     Raises:
         ConfigError: it is a link.
     """
-    refuse_link(spool)
+    remove_own(spool, _OWN)
     spool.mkdir(parents=True, exist_ok=True)
-    for left_over in spool.iterdir():
-        if _OWN.fullmatch(left_over.name) and (left_over.is_file() or left_over.is_symlink()):
-            left_over.unlink()  # of a link, this is the link
 
 
 def keep_reply(path: Path, encoded: bytes) -> None:
